@@ -1,0 +1,1 @@
+"""dstrain: distributed pretraining of DeepSeek-V3-style models."""

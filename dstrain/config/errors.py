@@ -1,0 +1,15 @@
+"""The one error that a user's input may raise, and the nearest valid name for a mistyped one."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Bad configuration or input: one line that says what, where and what would be valid. Exit code 2."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """' (did you mean X?)' for the closest valid name, else the valid names."""
+    valid = sorted(valid)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else f" (valid: {', '.join(valid)})"

@@ -1,0 +1,208 @@
+"""Every configuration key as a dataclass field. The groups mirror the folders of `configs/`.
+
+Names of the model's fields are those of Hugging Face's DeepseekV3 configuration.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class YarnConfig:
+    """YaRN (arXiv 2309.00071) on the decoupled RoPE key; present means on, whatever the length."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+
+@dataclass
+class ModelConfig:
+    """Architecture of a DeepSeek-V3-style model."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # dense FFN
+    moe_intermediate_size: int  # one expert
+    num_hidden_layers: int
+    first_k_dense_replace: int  # the first k layers are dense
+    num_attention_heads: int
+    q_lora_rank: int | None  # null: a plain q_proj
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    topk_method: str  # noaux_tc (bias, group score = two best) | group_limited_greedy (best) | greedy (no groups)
+    scoring_func: str  # sigmoid | softmax
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    rope_theta: float
+    rope_scaling: YarnConfig | None
+    max_position_embeddings: int
+    rms_norm_eps: float
+    initializer_range: float
+    num_nextn_predict_layers: int = 0  # MTP depth
+    mtp_depth_weights: list[float] | None = None  # null: uniform; sums to 1
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def has_routing_bias(self) -> bool:
+        return self.topk_method == "noaux_tc"
+
+    @property
+    def depth_weights(self) -> list[float]:
+        """w_k of the MTP loss, one per depth."""
+        depth = self.num_nextn_predict_layers
+        return list(self.mtp_depth_weights) if self.mtp_depth_weights else [1.0 / max(depth, 1)] * depth
+
+
+@dataclass
+class DataConfig:
+    """Where tokens come from, and how they are cut into samples."""
+
+    sequence_length: int
+    text: str | None = None  # a text file or a folder of text files; null: the standard library's sources
+    pattern: str = "*"  # which files of a folder are text
+    train: str | None = None  # prefix of ready token files (PREFIX.bin, PREFIX.idx) instead of text
+    heldout: str | None = None  # the same for evaluation
+    tokenizer: str | None = None  # a tokenizer.json; null: a byte-level BPE trained on the text
+    vocab_size: int = 4096  # of a tokenizer trained here
+    cache: str = "data/cache"  # folder of the corpora built from text
+    document_mask: bool = False  # attention and targets stay inside a document
+
+
+@dataclass
+class BatchRamp:
+    """Linear growth of the global batch over tokens, from `start` to `batch.sequences`."""
+
+    start: int  # sequences
+    until: float  # tokens
+    multiple: int = 1  # the batch moves in multiples of this
+
+
+@dataclass
+class BatchConfig:
+    """Sizes of the global batch and of a micro-batch, in sequences."""
+
+    sequences: int
+    micro_sequences: int
+    ramp: BatchRamp | None = None
+
+
+@dataclass
+class PrecisionConfig:
+    name: str = "auto"  # auto | fp32 | bf16 | fp64
+
+
+@dataclass
+class ParallelConfig:
+    pp: int = 1  # pipeline ranks
+    ep: int = 1  # expert-parallel ranks
+    schedule: str = "1f1b"
+    recompute: str = "none"  # none | block: keep a block's input only and run it again in backward
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, clipping, the loss coefficients that do not depend on tokens, and the guard."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    moments: str = "bf16"  # bf16 | fp32
+    balance_alpha: float = 1e-4  # weight of the sequence-wise balance loss
+    max_skipped_steps: int = 10  # that many non-finite steps in a row end the run
+
+
+@dataclass
+class Segment:
+    """A piece of a schedule over tokens: it ends at `until` with `value`, reached by `shape`."""
+
+    until: float | str  # tokens, or a percentage of schedule.tokens such as "2%"
+    value: float
+    shape: str = "constant"  # constant | linear | cosine
+
+
+@dataclass
+class ScheduleConfig:
+    """Everything that is a function of the tokens consumed."""
+
+    tokens: float  # the run's length
+    learning_rate: list[Segment] = field(default_factory=list)  # starts from 0
+    bias_speed: list[Segment] = field(default_factory=list)  # gamma
+    mtp_weight: list[Segment] = field(default_factory=list)  # lambda
+
+
+@dataclass
+class EvalConfig:
+    every: int = 100  # optimizer steps; 0: only at the end
+    sequences: int = 64  # held-out sequences of a periodic evaluation
+    at_end: bool = True  # the whole held-out set once, at the end
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 100  # optimizer steps; 0: only at the end
+    keep: int = 3  # newest complete checkpoints kept; at least 2 (one to fall back on)
+
+
+@dataclass
+class TelemetryConfig:
+    log_every: int = 10  # steps between console lines where there is no live terminal
+    peak_tflops: float | None = None  # of the device, for MFU; null: known by name, else measured
+
+
+@dataclass
+class RunConfig:
+    name: str = ""
+    dir: str = "runs"
+    seed: int = 1234
+    steps: int | None = None  # stop after this many optimizer steps in all; null: the schedule's tokens
+    device: str = "auto"  # auto | cpu | cuda
+    threads: int | None = None  # CPU threads; null: one per core
+
+
+@dataclass
+class TrainConfig:
+    """The whole configuration of `dstrain train`."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig
+    precision: PrecisionConfig
+    parallel: ParallelConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    telemetry: TelemetryConfig
+
+
+@dataclass
+class GenerateConfig:
+    """The whole configuration of `dstrain generate`."""
+
+    checkpoint: str  # a run folder (its newest complete checkpoint) or one checkpoint folder
+    prompt: str | None = None  # null: read from standard input
+    max_tokens: int = 256
+    temperature: float = 0.8  # 0: greedy
+    top_p: float = 1.0
+    top_k: int | None = None  # null: all
+    seed: int = 0
+    echo: bool = False  # print the prompt before the continuation
+    precision: str = "auto"
+    device: str = "auto"

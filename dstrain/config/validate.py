@@ -1,0 +1,261 @@
+"""Checks between keys, run once at the start: what would fail deep inside a run fails here in one line instead."""
+
+import math
+import re
+
+from dstrain.config.errors import InputError
+from dstrain.config.schema import (
+    BatchConfig,
+    DataConfig,
+    GenerateConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    Segment,
+    TrainConfig,
+    YarnConfig,
+)
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp64")
+DEVICES = ("auto", "cpu", "cuda")
+SHAPES = ("constant", "linear", "cosine")
+NAME_BYTES = 200  # a file system's 255, less what is put before or after the name
+
+
+def validate(config: TrainConfig | GenerateConfig) -> TrainConfig | GenerateConfig:
+    """The configuration itself, if it can run; else InputError naming the keys, their values and what is valid."""
+    if isinstance(config, GenerateConfig):
+        _generate(config)
+        return config
+    _run(config.run)
+    _model(config.model)
+    _data(config.data, config.model)
+    _batch(config.batch)
+    _one_of("precision.name", config.precision.name, PRECISIONS)
+    _parallel(config.parallel, config.model)
+    _optim(config.optim)
+    _schedule(config.schedule)
+    _at_least("eval.every", config.eval.every, 0)
+    _at_least("eval.sequences", config.eval.sequences, 1)
+    _at_least("checkpoint.every", config.checkpoint.every, 0)
+    _at_least("checkpoint.keep", config.checkpoint.keep, 2)
+    _at_least("telemetry.log_every", config.telemetry.log_every, 1)
+    if config.telemetry.peak_tflops is not None:
+        _positive("telemetry.peak_tflops", config.telemetry.peak_tflops)
+    return config
+
+
+def resolve_until(until: float | str, tokens: float) -> float:
+    """The end of a schedule's segment in tokens: a number as it is, "2%" of `tokens`.
+
+    Raises InputError for text that is no percentage above 0 and up to 100.
+    """
+    if isinstance(until, int | float):
+        return float(until)
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", until)
+    if not found or not 0 < float(found[1]) <= 100:
+        raise InputError(f"until: {until!r} is neither a number of tokens nor a percentage from above 0% to 100%")
+    return float(found[1]) * tokens / 100
+
+
+def check_run_name(name: str) -> None:
+    """A run's name is one folder's name."""
+    bad = not name.strip() or name in (".", "..") or re.search(r"[/\\\x00-\x1f\x7f]", name)
+    if bad or len(name.encode("utf-8")) > NAME_BYTES:
+        raise InputError(f"run.name: {name!r} cannot name a folder; valid: text without / and \\ and control "
+                         f"characters, not empty, not . or .., at most {NAME_BYTES} bytes")
+
+
+def _run(run: RunConfig) -> None:
+    check_run_name(run.name)
+    if not run.dir or "\0" in run.dir:
+        raise InputError(f"run.dir: {run.dir!r} is not a folder; valid: a path, as in run.dir=runs")
+    _at_least("run.seed", run.seed, 0)
+    if run.steps is not None:
+        _at_least("run.steps", run.steps, 1, "null (the schedule's tokens) or at least 1")
+    _one_of("run.device", run.device, DEVICES)
+    if run.threads is not None:
+        _at_least("run.threads", run.threads, 1, "null (one per core) or at least 1")
+
+
+def _model(model: ModelConfig) -> None:
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+                "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+                "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group",
+                "max_position_embeddings"):
+        _at_least(f"model.{key}", getattr(model, key), 1)
+    if model.q_lora_rank is not None:
+        _at_least("model.q_lora_rank", model.q_lora_rank, 1, "null (a plain query projection) or at least 1")
+    for key in ("routed_scaling_factor", "rope_theta", "rms_norm_eps"):
+        _positive(f"model.{key}", getattr(model, key))
+    _at_least("model.initializer_range", model.initializer_range, 0)
+    if model.qk_rope_head_dim % 2:
+        raise InputError(f"model.qk_rope_head_dim={model.qk_rope_head_dim}: must be even, RoPE rotates pairs")
+    if not 0 <= model.first_k_dense_replace <= model.num_hidden_layers:
+        raise InputError(f"model.first_k_dense_replace={model.first_k_dense_replace}: must be from 0 to "
+                         f"model.num_hidden_layers={model.num_hidden_layers}")
+    _router(model)
+    _mtp(model)
+    if model.rope_scaling is not None:
+        _yarn(model.rope_scaling)
+
+
+def _router(model: ModelConfig) -> None:
+    _one_of("model.scoring_func", model.scoring_func, ("sigmoid", "softmax"))
+    _one_of("model.topk_method", model.topk_method, ("noaux_tc", "group_limited_greedy", "greedy"))
+    experts, groups, kept = model.n_routed_experts, model.n_group, model.topk_group
+    if model.topk_method == "greedy" and groups != 1:
+        raise InputError(f"model.n_group={groups}: must be 1 with model.topk_method=greedy, which knows no groups")
+    if experts % groups:
+        raise InputError(f"model.n_routed_experts={experts}: must be divisible by model.n_group={groups}")
+    if kept > groups:
+        raise InputError(f"model.topk_group={kept}: must be at most model.n_group={groups}")
+    if model.topk_method == "noaux_tc" and groups > 1 and experts // groups < 2:
+        raise InputError(f"model.n_routed_experts={experts} in model.n_group={groups}: model.topk_method=noaux_tc "
+                         "scores a group by its two best experts, so a group needs at least 2")
+    if model.num_experts_per_tok > experts // groups * kept:
+        raise InputError(f"model.num_experts_per_tok={model.num_experts_per_tok}: must be at most "
+                         f"{experts // groups * kept}, the experts in the kept groups (model.n_routed_experts={experts} "
+                         f"/ model.n_group={groups} * model.topk_group={kept})")
+
+
+def _mtp(model: ModelConfig) -> None:
+    depth, weights = model.num_nextn_predict_layers, model.mtp_depth_weights
+    _at_least("model.num_nextn_predict_layers", depth, 0)
+    if weights is None:
+        return
+    if len(weights) != depth or not weights:
+        raise InputError(f"model.mtp_depth_weights={weights}: must be null or one weight for each of "
+                         f"model.num_nextn_predict_layers={depth}")
+    if any(weight < 0 for weight in weights) or not math.isclose(sum(weights), 1, abs_tol=1e-6):
+        raise InputError(f"model.mtp_depth_weights={weights}: must be at least 0 and sum to 1, not {sum(weights):g}")
+
+
+def _yarn(yarn: YarnConfig) -> None:
+    where = "model.rope_scaling"
+    _at_least(f"{where}.factor", yarn.factor, 1)
+    _at_least(f"{where}.original_max_position_embeddings", yarn.original_max_position_embeddings, 1)
+    _positive(f"{where}.beta_slow", yarn.beta_slow)
+    if yarn.beta_fast <= yarn.beta_slow:
+        raise InputError(f"{where}.beta_fast={yarn.beta_fast}: must be above {where}.beta_slow={yarn.beta_slow}")
+    _at_least(f"{where}.mscale", yarn.mscale, 0)
+    _at_least(f"{where}.mscale_all_dim", yarn.mscale_all_dim, 0)
+
+
+def _data(data: DataConfig, model: ModelConfig) -> None:
+    _at_least("data.sequence_length", data.sequence_length, 1)
+    yarn = model.rope_scaling
+    if yarn is None and data.sequence_length > model.max_position_embeddings:
+        raise InputError(f"data.sequence_length={data.sequence_length}: must be at most "
+                         f"model.max_position_embeddings={model.max_position_embeddings}")
+    if yarn is not None and data.sequence_length > yarn.factor * yarn.original_max_position_embeddings:
+        limit = int(yarn.factor * yarn.original_max_position_embeddings)
+        raise InputError(f"data.sequence_length={data.sequence_length}: must be at most {limit}, "
+                         f"model.rope_scaling.factor={yarn.factor:g} times "
+                         f"original_max_position_embeddings={yarn.original_max_position_embeddings}")
+    _at_least("data.vocab_size", data.vocab_size, 1)
+    if data.text is not None and data.train is not None:
+        raise InputError(f"data.text={data.text} and data.train={data.train}: only one of them can be given, "
+                         "text or ready token files")
+    if data.train is None and data.tokenizer is None and data.vocab_size > model.vocab_size:
+        raise InputError(f"data.vocab_size={data.vocab_size}: must be at most model.vocab_size={model.vocab_size}")
+
+
+def _batch(batch: BatchConfig) -> None:
+    _at_least("batch.sequences", batch.sequences, 1)
+    _at_least("batch.micro_sequences", batch.micro_sequences, 1)
+    sizes = {"batch.sequences": batch.sequences}
+    if batch.ramp is not None:
+        sizes |= {"batch.ramp.start": batch.ramp.start, "batch.ramp.multiple": batch.ramp.multiple}
+        _at_least("batch.ramp.start", batch.ramp.start, 1)
+        _at_least("batch.ramp.multiple", batch.ramp.multiple, 1)
+        _positive("batch.ramp.until", batch.ramp.until)
+        if batch.ramp.start > batch.sequences:
+            raise InputError(f"batch.ramp.start={batch.ramp.start}: must be at most "
+                             f"batch.sequences={batch.sequences}, to which it grows")
+    for key, size in sizes.items():
+        if size % batch.micro_sequences:
+            raise InputError(f"{key}={size}: must be divisible by batch.micro_sequences={batch.micro_sequences}")
+
+
+def _parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
+    _at_least("parallel.pp", parallel.pp, 1)
+    _at_least("parallel.ep", parallel.ep, 1)
+    if parallel.pp > model.num_hidden_layers:
+        raise InputError(f"parallel.pp={parallel.pp}: must be at most "
+                         f"model.num_hidden_layers={model.num_hidden_layers}")
+    if model.n_routed_experts % parallel.ep:
+        raise InputError(f"model.n_routed_experts={model.n_routed_experts}: must be divisible by "
+                         f"parallel.ep={parallel.ep}")
+    for key in ("pp", "ep"):
+        if getattr(parallel, key) != 1:
+            raise InputError(f"parallel.{key}={getattr(parallel, key)}: must be 1, this version runs on one rank")
+    _one_of("parallel.schedule", parallel.schedule, ("1f1b",))
+    _one_of("parallel.recompute", parallel.recompute, ("none", "block"))
+
+
+def _optim(optim: OptimConfig) -> None:
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(optim, key) < 1:
+            raise InputError(f"optim.{key}={getattr(optim, key)}: must be at least 0 and below 1")
+    _positive("optim.eps", optim.eps)
+    _positive("optim.grad_clip", optim.grad_clip)
+    _at_least("optim.weight_decay", optim.weight_decay, 0)
+    _at_least("optim.balance_alpha", optim.balance_alpha, 0)
+    _at_least("optim.max_skipped_steps", optim.max_skipped_steps, 1)
+    _one_of("optim.moments", optim.moments, ("bf16", "fp32"))
+
+
+def _schedule(schedule: ScheduleConfig) -> None:
+    _positive("schedule.tokens", schedule.tokens)
+    if not schedule.learning_rate:
+        raise InputError("schedule.learning_rate is empty: must be at least one segment {until, value, shape}")
+    for key in ("learning_rate", "bias_speed", "mtp_weight"):
+        _segments(f"schedule.{key}", getattr(schedule, key), schedule.tokens)
+
+
+def _segments(where: str, segments: list[Segment], tokens: float) -> None:
+    previous = 0.0
+    for i, segment in enumerate(segments):
+        key = f"{where}.{i}"
+        _at_least(f"{key}.value", segment.value, 0)
+        _one_of(f"{key}.shape", segment.shape, SHAPES)
+        try:
+            end = resolve_until(segment.until, tokens)
+        except InputError as error:
+            raise InputError(f"{key}.{error}") from None
+        if end <= previous:
+            before = f"the end of segment {i - 1}, {previous:g} tokens" if i else "0"
+            raise InputError(f"{key}.until={segment.until} ({end:g} tokens): must be above {before}")
+        previous = end
+
+
+def _generate(config: GenerateConfig) -> None:
+    if not config.checkpoint:
+        raise InputError("checkpoint is empty: must be a run folder or a checkpoint folder, as in checkpoint=runs/tiny")
+    _at_least("max_tokens", config.max_tokens, 1)
+    _at_least("temperature", config.temperature, 0, "at least 0 (0: greedy)")
+    if not 0 <= config.top_p <= 1:
+        raise InputError(f"top_p={config.top_p}: must be from 0 to 1")
+    if config.top_k is not None:
+        _at_least("top_k", config.top_k, 1, "null (all) or at least 1")
+    _at_least("seed", config.seed, 0)
+    _one_of("precision", config.precision, PRECISIONS)
+    _one_of("device", config.device, DEVICES)
+
+
+def _at_least(key: str, value: float, least: float, valid: str = "") -> None:
+    if not value >= least or value == math.inf:
+        raise InputError(f"{key}={value}: must be {valid or f'at least {least}'}")
+
+
+def _positive(key: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InputError(f"{key}={value}: must be above 0")
+
+
+def _one_of(key: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise InputError(f"{key}={value}: must be one of {', '.join(valid)}")

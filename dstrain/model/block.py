@@ -1,0 +1,179 @@
+"""The transformer block as four phases: attention, dispatch, experts, combine.
+
+    attention   hidden -> residual, ffn_input x, topk_ids, topk_weights, balance loss          (compute)
+    dispatch    x, ids, weights -> the rows of this rank's experts, their weights               (communication)
+    experts     rows and x -> routed rows, shared expert's output                               (compute)
+    combine     routed rows -> their sum per token + shared + residual = next hidden state      (communication)
+
+A `BlockPass` is one micro-batch on its way through one block. Its compute phases take and return detached
+tensors and keep a small graph each; communication phases have no graph but a mirror: dispatch backward is a
+combine, combine backward is a dispatch. Whoever calls decides what runs between two phases.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from dstrain.config.schema import ModelConfig
+from dstrain.model.attention import Attention, AttentionContext, LatentCache
+from dstrain.model.experts import MLP, MoE
+from dstrain.model.graph import Graph
+from dstrain.model.router import Routing
+from dstrain.precision.pointwise import RMSNorm
+
+
+class Dispatch(Protocol):
+    """The way of one micro-batch's tokens to the experts of one layer and back. Communication in compute type."""
+
+    offsets: torch.Tensor  # int32 [local experts]: where each expert's rows end
+
+    def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, hidden], topk_weights [T, k] -> rows [n, hidden] sorted by expert, row_weights [n]."""
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, hidden] -> the plain sum of each token's rows, [T, hidden]."""
+
+    def combine_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """grad [T, hidden] -> the gradient of each row, [n, hidden]."""
+
+    def dispatch_backward(
+        self, grad_rows: torch.Tensor, grad_row_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> the gradients of x [T, hidden] and of topk_weights [T, k]."""
+
+
+class Dispatcher(Protocol):
+    def route(self, topk_ids: torch.Tensor, experts: int) -> Dispatch:
+        """topk_ids int64 [T, k] -> the way for these tokens."""
+
+
+class Block(nn.Module):
+    """Pre-norm attention and FFN; dense or mixture of experts."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype):
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.is_moe = layer >= config.first_k_dense_replace
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if self.is_moe:
+            self.mlp = MoE(config, dtype)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
+
+    def attend(
+        self, hidden: torch.Tensor, context: AttentionContext, cache: LatentCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [B, L, hidden] -> residual and the FFN's normalised input, both [B, L, hidden]."""
+        residual = hidden + self.self_attn(self.input_layernorm(hidden), context, cache)
+        return residual, self.post_attention_layernorm(residual)
+
+
+class BlockPass:
+    """One micro-batch through one block, phase by phase, forward and back."""
+
+    def __init__(
+        self,
+        block: Block,
+        context: AttentionContext,
+        dispatcher: Dispatcher,
+        *,
+        train: bool = True,
+        recompute: bool = False,
+        cache: LatentCache | None = None,
+    ):
+        """train: keep graphs for backward and count the experts' load. recompute: keep only the input for it."""
+        self.block, self.context, self.dispatcher, self.cache = block, context, dispatcher, cache
+        self.count = train
+        self.recompute = train and recompute
+        self.keep = train and not recompute
+        self.hidden = None  # the block's input, kept for recomputation
+
+    # Forward ---------------------------------------------------------------------------------------------------
+
+    def attention(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [B, L, hidden] -> the balance loss of this layer (a detached scalar; 0 for a dense block)."""
+        if self.recompute:
+            self.hidden = hidden
+        self.attention_graph = Graph(self.keep)
+        outputs = self.attention_graph.run(self._attention, hidden)
+        self.residual, self.x, self.topk_weights, balance_loss = outputs
+        return balance_loss
+
+    def _attention(self, hidden):
+        residual, x = self.block.attend(hidden, self.context, self.cache)
+        if not self.block.is_moe:
+            return residual, x, None, x.new_zeros((), dtype=torch.float32)
+        routing: Routing = self.block.mlp.gate(x, self.count)
+        self.topk_ids = routing.topk_ids
+        return residual, x, routing.topk_weights, routing.balance_loss
+
+    def dispatch(self) -> None:
+        if self.block.is_moe:
+            self.route = self.dispatcher.route(self.topk_ids, self.block.config.n_routed_experts)
+            self.rows, self.row_weights = self.route.dispatch(self.x.flatten(0, 1), self.topk_weights)
+
+    def experts(self) -> None:
+        self.experts_graph = Graph(self.keep)
+        if self.block.is_moe:
+            self.rows, self.ffn = self.experts_graph.run(self._experts, self.rows, self.row_weights, self.x)
+        else:
+            (self.ffn,) = self.experts_graph.run(lambda x: (self.block.mlp(x),), self.x)
+        self.x = self.row_weights = self.topk_weights = None
+
+    def _experts(self, rows, row_weights, x):
+        mlp = self.block.mlp
+        shared = mlp.shared_experts(x) if mlp.shared_experts is not None else None
+        return mlp.experts(rows, row_weights, self.route.offsets), shared
+
+    def combine(self) -> torch.Tensor:
+        """-> the next hidden state [B, L, hidden]."""
+        hidden = self.residual if self.ffn is None else self.residual + self.ffn
+        if self.block.is_moe:
+            hidden = hidden + self.route.combine(self.rows).view_as(hidden)
+        self.residual = self.ffn = self.rows = None
+        return hidden
+
+    # Backward --------------------------------------------------------------------------------------------------
+
+    def combine_backward(self, grad: torch.Tensor) -> None:
+        """grad [B, L, hidden] of the next hidden state."""
+        if self.recompute:
+            self._run_again()
+        self.grad = grad
+        if self.block.is_moe:
+            self.grad_rows = self.route.combine_backward(grad.flatten(0, 1))
+
+    def _run_again(self) -> None:
+        """Recompute the phases before the combine, with graphs and without counting the load twice."""
+        self.keep, self.count, self.recompute = True, False, False
+        hidden, self.hidden = self.hidden, None
+        self.attention(hidden)
+        self.dispatch()
+        self.experts()
+        self.residual = self.ffn = self.rows = None
+
+    def experts_backward(self) -> None:
+        if self.block.is_moe:
+            grads = self.experts_graph.backward(self.grad_rows, self.grad)
+            self.grad_rows, self.grad_row_weights, self.grad_x = grads
+        else:
+            (self.grad_x,) = self.experts_graph.backward(self.grad)
+
+    def dispatch_backward(self) -> None:
+        self.grad_topk_weights = None
+        if self.block.is_moe:
+            grad_x, self.grad_topk_weights = self.route.dispatch_backward(self.grad_rows, self.grad_row_weights)
+            grad_x = grad_x.view_as(self.grad)
+            self.grad_x = grad_x if self.grad_x is None else grad_x + self.grad_x
+            self.grad_rows = self.grad_row_weights = self.route = None
+
+    def attention_backward(self, balance_weight: torch.Tensor) -> torch.Tensor:
+        """balance_weight: dLoss / d(balance loss), a scalar. -> the gradient of the block's input."""
+        (grad_hidden,) = self.attention_graph.backward(
+            self.grad, self.grad_x, self.grad_topk_weights, balance_weight if self.block.is_moe else None
+        )
+        self.grad = self.grad_x = self.grad_topk_weights = None
+        return grad_hidden

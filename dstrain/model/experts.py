@@ -1,0 +1,52 @@
+"""Feed-forward networks: the dense SwiGLU MLP, the routed experts on grouped GEMMs, and a MoE layer's parts."""
+
+import torch
+from torch import nn
+
+from dstrain.config.schema import ModelConfig
+from dstrain.model.router import Router
+from dstrain.precision.linear import GroupedLinear, Linear
+from dstrain.precision.pointwise import swiglu
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x)): a dense layer's FFN, and the shared experts as one."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype):
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, dtype)
+        self.up_proj = Linear(hidden_size, intermediate_size, dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden] -> [..., hidden]."""
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Experts(nn.Module):
+    """The routed experts, each a SwiGLU MLP, over rows sorted by expert."""
+
+    def __init__(self, experts: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype):
+        super().__init__()
+        self.gate_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype)
+        self.up_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype)
+        self.down_proj = GroupedLinear(experts, intermediate_size, hidden_size, dtype)
+
+    def forward(self, rows: torch.Tensor, row_weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """rows [n, hidden], row_weights [n] in at least FP32, offsets int32 [experts] -> [n, hidden].
+
+        The weight multiplies SwiGLU's output, before the down projection.
+        """
+        gate, up = self.gate_proj(rows, offsets), self.up_proj(rows, offsets)
+        return self.down_proj(swiglu(gate, up, row_weights), offsets)
+
+
+class MoE(nn.Module):
+    """The parts of a mixture-of-experts layer; the block calls them in its phases."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+        super().__init__()
+        self.gate = Router(config, dtype)
+        self.experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, dtype)
+        shared = config.n_shared_experts * config.moe_intermediate_size
+        self.shared_experts = MLP(config.hidden_size, shared, dtype) if shared else None

@@ -1,0 +1,68 @@
+"""The matrix products of a Linear and of a grouped Linear: the seam behind which a number format lives.
+
+    Fprop  y  = x Wᵀ        Dgrad  dx = dy W        Wgrad  dW += dyᵀ x   (into main_grad)
+
+Grouped: rows [offsets[e-1], offsets[e]) belong to expert e. Operands are of one type; dW is of the main type.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def fprop(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [rows, in], weight [out, in] -> [rows, out]."""
+    return x @ weight.t()
+
+
+def dgrad(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """grad [rows, out], weight [out, in] -> [rows, in]."""
+    return grad @ weight
+
+
+def wgrad(grad: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [out, in] += gradᵀ x."""
+    if grad.dtype == main_grad.dtype:
+        main_grad.addmm_(grad.t(), x)
+    elif grad.is_cuda:
+        main_grad.add_(torch.mm(grad.t(), x, out_dtype=main_grad.dtype))
+    else:  # the CPU has no BF16 product with an FP32 result; the sum over micro-batches is FP32 all the same
+        main_grad.add_(grad.t() @ x)
+
+
+def grouped_fprop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """x [rows, in], weight [experts, out, in], offsets int32 [experts] -> [rows, out]."""
+    return _grouped_mm(x, weight.transpose(-2, -1), offsets)
+
+
+def grouped_dgrad(grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """grad [rows, out], weight [experts, out, in] -> [rows, in]."""
+    return _grouped_mm(grad, weight, offsets)
+
+
+def grouped_wgrad(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [experts, out, in] += gradᵀ x, expert by expert; an expert without rows adds nothing."""
+    if grad.is_cuda:
+        main_grad.add_(F.grouped_mm(grad.t(), x, offs=offsets))
+        return
+    for expert, rows in _groups(offsets):
+        wgrad(grad[rows], x[rows], main_grad[expert])
+
+
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """x [rows, k], weight [experts, k, n] -> [rows, n]."""
+    if x.is_cuda:
+        return F.grouped_mm(x, weight, offs=offsets)
+    # On the CPU a loop is as fast as F.grouped_mm, takes any size and FP64, and skips idle experts.
+    out = x.new_empty(x.shape[0], weight.shape[-1])
+    for expert, rows in _groups(offsets):
+        torch.mm(x[rows], weight[expert], out=out[rows])
+    return out
+
+
+def _groups(offsets: torch.Tensor):
+    """(expert, slice of its rows) for every expert that has rows."""
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end

@@ -192,8 +192,9 @@ def _tree(command: str, overrides: list[Override]) -> tuple[Any, dict[str, str]]
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # the last choice of a group counts; recipe=null is Hydra's default and nothing that it takes from outside
-    chosen = {o.key: o.value for o in overrides if o.is_group and o.value != "null"}
+    chosen = {o.key: o.value for o in overrides if o.is_group}  # the last choice of a group counts
+    if chosen.get("recipe") == "null":  # the default of train.yaml, which Hydra does not take from outside
+        del chosen["recipe"]
     folder = config_folder()
     GlobalHydra.instance().clear()
     try:

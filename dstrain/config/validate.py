@@ -117,8 +117,8 @@ def _router(model: ModelConfig) -> None:
                          "scores a group by its two best experts, so a group needs at least 2")
     if model.num_experts_per_tok > experts // groups * kept:
         raise InputError(f"model.num_experts_per_tok={model.num_experts_per_tok}: must be at most "
-                         f"{experts // groups * kept}, the experts in the kept groups (model.n_routed_experts={experts} "
-                         f"/ model.n_group={groups} * model.topk_group={kept})")
+                         f"{experts // groups * kept}, the experts in the kept groups "
+                         f"(model.n_routed_experts={experts} / model.n_group={groups} * model.topk_group={kept})")
 
 
 def _mtp(model: ModelConfig) -> None:

@@ -1,0 +1,215 @@
+"""Saving, keeping and finding a run's checkpoints (DESIGN §6, run folder).
+
+A checkpoint is a folder `step-XXXXXXXX`:
+
+    tensors/*.safetensors   the tensors, see `tensors`
+    files/*                 the caller's files as they are (a tokenizer, the resolved configuration)
+    meta.json               the caller's integers, floats and texts
+    checksums.json          size and digest of each of those
+    COMPLETE                the marker, written last
+
+A save copies the tensors, returns, and writes in a thread: a temporary folder, checksums, fsync, marker, one rename,
+then the removal of checkpoints beyond `keep`. Whenever the process is killed, the newest complete checkpoint is whole.
+"""
+
+import atexit
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from dstrain.checkpoint import folders
+from dstrain.checkpoint.files import MARKER, CorruptCheckpoint, require_complete, seal, verify, write_file
+from dstrain.checkpoint.tensors import write_tensors
+from dstrain.config.errors import InputError, nearest
+
+META = "meta.json"
+FILES = "files"
+TIMEOUT = 1800.0  # seconds that anything here waits for a write
+
+
+class CheckpointStore:
+    """The checkpoints under `root`, of which the newest `keep` complete ones are kept.
+
+    A save that fails does not stop the run: `failure` holds its line until a later save succeeds, and
+    `on_failure(step, line)` is called, mostly from the writing thread.
+    """
+
+    def __init__(self, root: Path, keep: int, on_failure: Callable[[int, str], None] = lambda step, line: None):
+        self.root = Path(root)
+        self.keep = keep
+        self.on_failure = on_failure
+        self.failure: str | None = None
+        self._thread: threading.Thread | None = None
+        self._step = -1
+
+    # Saving
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], meta: dict, files: dict[str, bytes], timeout: float = TIMEOUT
+    ) -> None:
+        """Copies everything, returns, and writes checkpoint `step` in the background.
+
+        tensors: any device, shape and dtype; they may change as soon as this returns. meta: comes back as JSON makes it
+        (tuples as lists). files: plain name -> bytes. A checkpoint of the same step is replaced. An earlier save is
+        waited for, at most `timeout` seconds. Raises TypeError or ValueError for a meta or a name that cannot be saved.
+        """
+        meta_json = json.dumps(meta, indent=1).encode()
+        for name in files:
+            if name != Path(name).name or name in ("", ".."):
+                raise ValueError(f"{name!r} is not a plain file name")
+        late = self.wait(timeout) if self._writing() else None
+        if self._writing():
+            return self._failed(step, f"not started: {late}")
+        nbytes = sum(tensor.nbytes for tensor in tensors.values()) + sum(map(len, files.values())) + len(meta_json)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.check_space(nbytes + 2**20 + 512 * len(tensors))  # headers and checksums
+        except (OSError, InputError) as error:
+            return self._failed(step, str(error))
+        arguments = step, {name: _copy(tensor) for name, tensor in tensors.items()}, meta_json, dict(files)
+        # A daemon, so that a disk that hangs cannot keep the process; the exit hook gives a good disk its time.
+        self._step = step
+        self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint-{step}", daemon=True)
+        atexit.register(self.wait)
+        self._thread.start()
+
+    def wait(self, timeout: float = TIMEOUT) -> str | None:
+        """Blocks until the last save is durable or has failed; returns its failure's line, or None.
+
+        After `timeout` seconds it gives up and returns a line that says so; the writing goes on.
+        """
+        if self._thread is not None:
+            self._thread.join(min(timeout, 2.0))
+            if self._thread.is_alive():
+                print(f"waiting for the checkpoint of step {self._step} to be written …", file=sys.stderr)
+                self._thread.join(max(timeout - 2.0, 0.0))
+            if self._thread.is_alive():
+                return f"checkpoint of step {self._step} in {self.root} was not written after {timeout:g} s"
+            self._thread = None
+            atexit.unregister(self.wait)
+        return self.failure
+
+    def check_space(self, nbytes: int) -> None:
+        """Raises InputError where the disk of `root` has less than `nbytes` bytes free."""
+        where = self.root.absolute()
+        while not where.exists():
+            where = where.parent
+        if not where.is_dir():
+            raise InputError(f"checkpoints cannot go to {self.root}: {where} is a file, not a folder")
+        free = shutil.disk_usage(where).free
+        if free < nbytes:
+            raise InputError(
+                f"no disk space for a checkpoint in {self.root}: {nbytes:,} bytes needed, {free:,} bytes free"
+            )
+
+    def _writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _write(self, step: int, tensors: dict[str, Tensor], meta_json: bytes, files: dict[str, bytes]) -> None:
+        try:
+            temporary = folders.work_folder("tmp", self.root, step)
+            try:
+                temporary.mkdir()
+                write_tensors(temporary, tensors)
+                (temporary / FILES).mkdir()
+                for name, data in files.items():
+                    write_file(temporary / FILES / name, data)
+                write_file(temporary / META, meta_json)
+                seal(temporary)
+                folders.publish(temporary, self.root, step)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)  # there only after a failure
+                folders.release(temporary)
+        except Exception as error:  # whatever it is, the run is worth more than this checkpoint
+            return self._failed(step, f"{type(error).__name__}: {error}")
+        self.failure = None
+        self._retain(step)
+
+    def _retain(self, saved: int) -> None:
+        for step, path in folders.complete(self.root)[self.keep:]:
+            if step == saved:
+                continue
+            try:
+                folders.discard(self.root, step)
+            except OSError as error:
+                self.on_failure(saved, f"checkpoint of step {saved} is saved, but {path} cannot be deleted: {error}")
+
+    def _failed(self, step: int, why: str) -> None:
+        self.failure = f"checkpoint of step {step} was not saved in {self.root}: {' '.join(why.split())}"
+        self.on_failure(step, self.failure)
+
+    # Finding
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, newest first."""
+        return [step for step, _ in folders.complete(self.root)]
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, unverified."""
+        return next((path for _, path in folders.complete(self.root)), None)
+
+    def open_newest(self, report: Callable[[str], None]) -> Path | None:
+        """The newest complete checkpoint that passes `verify`; None where no save was ever completed.
+
+        Clears what killed processes left. A corrupt checkpoint is reported in one line and renamed to `*.corrupt`, and
+        the one before it is tried. Raises InputError when none is left: starting anew must be the user's decision.
+        """
+        folders.clear(self.root, report)
+        for path in folders.incomplete(self.root):
+            report(f"{path} is ignored: it has no marker file, so its save was never completed")
+        corrupt = []
+        for _, path in folders.complete(self.root):
+            try:
+                verify(path)
+                return path
+            except InputError as error:
+                if not (path / MARKER).exists():  # a run that is training there has just retired it
+                    continue
+                if not isinstance(error, CorruptCheckpoint):
+                    raise
+                corrupt.append(path)
+                try:
+                    done = f"renamed to {folders.put_aside(path).name}"
+                except OSError as failure:
+                    done = f"could not be renamed ({failure.strerror})"
+                report(f"CORRUPT {error}; {done}, falling back to the checkpoint before it")
+        corrupt = corrupt or folders.set_aside(self.root)
+        if corrupt:
+            raise InputError(
+                f"no intact checkpoint in {self.root}: {len(corrupt)} corrupt, newest {corrupt[0].name}; "
+                "restore one, or choose another run.name to start anew"
+            )
+        return None
+
+    # Reading: of any checkpoint folder, so these need no store
+
+    verify = staticmethod(verify)
+
+    @staticmethod
+    def meta(path: Path) -> dict:
+        """The `meta` that was saved."""
+        require_complete(path)
+        try:
+            return json.loads((path / META).read_bytes())
+        except (OSError, ValueError) as error:
+            raise CorruptCheckpoint(f"checkpoint {path}: {META}: {error}") from error
+
+    @staticmethod
+    def file(path: Path, name: str) -> bytes:
+        """The bytes of one of the `files` that were saved."""
+        require_complete(path)
+        present = [entry.name for entry in (path / FILES).iterdir()]
+        if name not in present:
+            raise InputError(f"checkpoint {path} has no file {name!r}{nearest(name, present)}")
+        return (path / FILES / name).read_bytes()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in host memory that shares nothing with `tensor`."""
+    copy = tensor.detach().to("cpu", copy=True)
+    return copy.contiguous()

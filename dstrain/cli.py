@@ -1,0 +1,159 @@
+"""The command `dstrain`: find the command, compose its configuration, run it, turn what went wrong into an exit code.
+
+Exit codes: 0 done; 2 bad configuration or input, one line; 1 a failure in the run, with its traceback; 130 Ctrl-C where
+the command does not handle it. Nothing heavy is imported before it is needed, so that `dstrain` answers at once.
+"""
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import sys
+import traceback
+import typing
+from collections.abc import Callable
+
+from dstrain.config.errors import InputError, nearest
+
+
+def _train(overrides: list[str]) -> int:
+    from dstrain.config.compose import compose
+
+    composed = compose("train", overrides)  # before the import of torch: a mistyped key is answered at once
+    from dstrain.train.main import train
+
+    return train(*composed)
+
+
+def _generate(overrides: list[str]) -> int:
+    from dstrain.config.compose import compose
+
+    config, _, _ = compose("generate", overrides)
+    from dstrain.inference.main import generate
+
+    return generate(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    summary: str
+    example: str
+    run: Callable[[list[str]], int]
+
+
+COMMANDS = {
+    "train": Command("pretrain a model, or continue the run of that name", "model=tiny run.steps=10", _train),
+    "generate": Command("write text with a trained model", "checkpoint=runs/tiny prompt='def '", _generate),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line (default: the process's own) and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _main(arguments)
+    except InputError as error:
+        # one line, whatever a file name or a value in it holds
+        print("dstrain: " + " ".join(str(error).splitlines()), file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # the reader of our output has gone (| head): no failure of ours; keep Python from complaining at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("dstrain: interrupted", file=sys.stderr)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    name, *overrides = arguments
+    if name not in COMMANDS:
+        raise InputError(f"unknown command {name!r}{nearest(name, COMMANDS)}; `dstrain` lists the commands")
+    if "-h" in overrides or "--help" in overrides:
+        print(command_help(name, [text for text in overrides if text not in ("-h", "--help")]))
+        return 0
+    return COMMANDS[name].run(overrides)
+
+
+def overview() -> str:
+    """What `dstrain` alone prints."""
+    lines = ["dstrain: pretraining of DeepSeek-V3-style models", "", "usage: dstrain COMMAND [key=value …]", ""]
+    lines += [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "`dstrain COMMAND --help` lists the groups and keys of a command."]
+    return "\n".join(lines)
+
+
+def command_help(name: str, overrides: list[str]) -> str:
+    """What `dstrain COMMAND --help` prints: groups with their choices; keys with value, type and meaning.
+
+    The values are those that the other overrides of the command line lead to, so `model=small --help` shows small's.
+    """
+    from dstrain.config import compose
+
+    command = COMMANDS[name]
+    lines = [f"dstrain {name}: {command.summary}", "", f"usage: dstrain {name} [key=value …]",
+             f"example: dstrain {name} {command.example}"]
+    schema = compose.COMMANDS[name]
+    plain = compose.values(name, overrides)
+    default = compose.default_choices(name)
+    if default:
+        lines += ["", "groups, one file of configs/ each:"]
+        for group, choices in compose.groups().items():
+            lines.append(f"  {group}={'|'.join(choices)}  (default {default.get(group, 'none')})")
+    lines += ["", "keys, their values here, and what they take:"]
+    return "\n".join(lines + _key_lines(schema, plain, ""))
+
+
+def _key_lines(schema: type, plain: dict, where: str) -> list[str]:
+    """A line for every key of a dataclass whose own key is `where`; plain: the values there, where there are any."""
+    from dstrain.config.build import describe, without_none
+
+    hints, meanings = typing.get_type_hints(schema), _meanings(schema)
+    lines = []
+    for field in dataclasses.fields(schema):
+        key, kind = f"{where}.{field.name}" if where else field.name, without_none(hints[field.name])
+        is_group = dataclasses.is_dataclass(kind)
+        if is_group and not where:
+            lines += ["", f"{key}: {kind.__doc__.splitlines()[0]}" if _has_words(kind) else f"{key}:"]
+        else:
+            value = plain[field.name] if field.name in plain else _default(field)
+            meaning = f"  {meanings[field.name]}" if field.name in meanings else ""
+            lines.append(f"  {key}={_literal(value)}  [{describe(hints[field.name])}]{meaning}")
+        if is_group:
+            lines += _key_lines(kind, plain.get(field.name) or {}, key)
+    return lines
+
+
+def _default(field: dataclasses.Field) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return "???" if field.default is dataclasses.MISSING else field.default
+
+
+def _has_words(schema: type) -> bool:
+    """Whether a dataclass has a docstring of its own; Python writes its signature where there is none."""
+    return not schema.__doc__.startswith(f"{schema.__name__}(")
+
+
+def _literal(value: object) -> str:
+    """A value as it would be written on the command line."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_literal(item) for item in value) + "]"
+    if isinstance(value, str):
+        return "(must be given)" if value == "???" else value
+    return json.dumps(value)
+
+
+def _meanings(schema: type) -> dict[str, str]:
+    """The comment behind each field in the schema's source, which is the one description of a key."""
+    found = re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(schema), re.MULTILINE)
+    return dict(found)

@@ -1,0 +1,1 @@
+"""Texts, tokenizer, token files and samples."""

@@ -1,0 +1,190 @@
+"""Token files in Megatron's indexed format: `PREFIX.bin` holds raw token ids, `PREFIX.idx` says where documents lie.
+
+Layout of `.idx`, little-endian: magic `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequence count S, u64 length D
+of the document index, int32[S] sequence lengths, int64[S] byte positions of the sequences in `.bin`, int64[D] document
+index. Document i is made of the sequences `index[i] … index[i + 1] - 1`; the index starts with 0, so there are D - 1
+documents.
+"""
+
+import os
+import secrets
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from dstrain.config.errors import InputError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+INT32_CODE = 4
+LARGEST_ID = 2**31 - 1  # of an int32, and of a sequence's length
+
+
+def _file_size(path: Path) -> int:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; token files are a pair PREFIX.bin and PREFIX.idx, named by PREFIX")
+    return path.stat().st_size
+
+
+class IndexedDataset:
+    """Read-only, memory-mapped documents of token ids.
+
+    Opening checks header and sizes and raises InputError naming the file, what was found and what was expected.
+    All positions are int64, so files beyond 4 GiB and 2^31 tokens work.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = str(prefix)
+        self.idx_path, self.bin_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
+        idx_size, bin_size = _file_size(self.idx_path), _file_size(self.bin_path)
+        dtype, sequences, entries = self._read_header(idx_size)
+
+        arrays = np.memmap(self.idx_path, np.uint8, "r", offset=HEADER.size) if idx_size > HEADER.size else None
+        after_lengths, after_pointers = 4 * sequences, 12 * sequences
+        lengths = arrays[:after_lengths].view("<i4")
+        self._pointers = arrays[after_lengths:after_pointers].view("<i8")
+        self._document_index = arrays[after_pointers:].view("<i8")
+        self._check_arrays(lengths, np.dtype(dtype).itemsize, bin_size)
+
+        # Token counts before each sequence; one entry more than sequences.
+        self._sequence_starts = np.zeros(sequences + 1, np.int64)
+        np.cumsum(lengths, dtype=np.int64, out=self._sequence_starts[1:])
+        self.document_lengths = np.diff(self._sequence_starts[self._document_index])  # int64 [documents]
+        self.num_documents = entries - 1
+        self.num_tokens = int(self._sequence_starts[-1])
+        self._itemsize = np.dtype(dtype).itemsize
+        self.tokens = np.memmap(self.bin_path, dtype, "r") if bin_size else np.zeros(0, dtype)  # the whole .bin
+
+    def __reduce__(self):
+        # A worker process maps the files again: pickling a memory map would copy it whole.
+        return IndexedDataset, (self.prefix,)
+
+    def _read_header(self, idx_size: int) -> tuple[type, int, int]:
+        path = self.idx_path
+        with open(path, "rb") as file:
+            head = file.read(HEADER.size)
+        if not head.startswith(MAGIC):
+            raise InputError(f"{path}: not a Megatron token index: starts with {head[:9]!r}, expected {MAGIC!r}")
+        if len(head) < HEADER.size:
+            raise InputError(f"{path}: truncated: {idx_size} bytes found, expected at least {HEADER.size}")
+        _, version, code, sequences, entries = HEADER.unpack(head)
+        if version != VERSION:
+            raise InputError(f"{path}: index version {version} found, expected {VERSION}")
+        if code not in DTYPES or not np.issubdtype(DTYPES[code], np.integer):
+            valid = ", ".join(f"{c} ({t.__name__})" for c, t in DTYPES.items() if np.issubdtype(t, np.integer))
+            raise InputError(f"{path}: dtype code {code} found, token ids need one of {valid}")
+        expected = HEADER.size + 12 * sequences + 8 * entries
+        if idx_size != expected:
+            raise InputError(
+                f"{path}: {idx_size} bytes found, expected {expected} "
+                f"for {sequences} sequences and {entries} document entries"
+            )
+        if entries == 0:
+            raise InputError(f"{path}: 0 document entries found, expected at least the leading 0")
+        return DTYPES[code], sequences, entries
+
+    def _check_arrays(self, lengths: np.ndarray, itemsize: int, bin_size: int) -> None:
+        index, pointers, path = self._document_index, self._pointers, self.idx_path
+        if index[0] != 0 or index[-1] != len(lengths) or np.any(index[1:] < index[:-1]):
+            raise InputError(f"{path}: corrupt document index: expected rising values from 0 to {len(lengths)}")
+        if len(lengths) and (lengths.min() < 0 or pointers.min() < 0):
+            raise InputError(f"{path}: corrupt: negative sequence length or byte position found, expected 0 or more")
+        if len(lengths) and np.any(pointers % itemsize):
+            raise InputError(f"{path}: corrupt: a byte position is no multiple of the {itemsize} bytes of a token id")
+        expected = int((pointers + lengths.astype(np.int64) * itemsize).max()) if len(lengths) else 0
+        if bin_size != expected:
+            raise InputError(f"{self.bin_path}: {bin_size} bytes found, expected {expected} from {path.name}")
+
+    def document(self, i: int) -> np.ndarray:
+        """All token ids of document i, int64."""
+        return self.read(i, 0, int(self.document_lengths[i]))
+
+    def read(self, document: int, offset: int, length: int) -> np.ndarray:
+        """`length` token ids of a document from its token `offset` on, int64 [length]; IndexError beyond its end."""
+        if not 0 <= document < self.num_documents:
+            raise IndexError(f"{self.prefix}: document {document} of {self.num_documents}")
+        if offset < 0 or length < 0 or offset + length > self.document_lengths[document]:
+            raise IndexError(
+                f"{self.prefix}: tokens {offset}:{offset + length} of document {document}, "
+                f"which has {self.document_lengths[document]}"
+            )
+        out = np.empty(length, np.int64)
+        starts = self._sequence_starts
+        position = int(starts[self._document_index[document]]) + offset
+        sequence = int(np.searchsorted(starts, position, side="right")) - 1
+        done = 0
+        while done < length:
+            inside = position - int(starts[sequence])
+            take = min(length - done, int(starts[sequence + 1]) - position)
+            first = int(self._pointers[sequence]) // self._itemsize + inside
+            out[done : done + take] = self.tokens[first : first + take]
+            done, position, sequence = done + take, position + take, sequence + 1
+        return out
+
+
+class IndexedWriter:
+    """Writes documents as int32 ids. The final names appear only in `finish()`, complete and flushed to the disk.
+
+    As a context manager it finishes on a clean exit, and on an exception removes its temporary files.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = str(prefix)
+        mark = f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        self._bin_temp, self._idx_temp = self.prefix + ".bin" + mark, self.prefix + ".idx" + mark
+        self._lengths: list[int] = []
+        self._document_index = [0]
+        self._bin = open(self._bin_temp, "xb")
+
+    def add_document(self, ids) -> None:
+        """Append one document: a list or integer array of ids in 0 … 2^31 - 1. It may be empty."""
+        ids = np.asarray(ids)
+        if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+            raise InputError(f"{self.prefix}: a document is one row of integer ids, not {ids.dtype} {list(ids.shape)}")
+        if len(ids) and (ids.min() < 0 or ids.max() > LARGEST_ID):
+            raise InputError(f"{self.prefix}: token ids {ids.min()} … {ids.max()}, valid are 0 … {LARGEST_ID}")
+        self._bin.write(ids.astype("<i4").tobytes())
+        # The format stores a sequence's length as int32; a longer document becomes several sequences.
+        for start in range(0, max(len(ids), 1), LARGEST_ID):
+            self._lengths.append(min(len(ids) - start, LARGEST_ID))
+        self._document_index.append(len(self._lengths))
+
+    def finish(self) -> None:
+        """Write the index, flush both files to the disk and give them their final names."""
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._bin.close()
+        lengths = np.array(self._lengths, np.int64)
+        pointers = 4 * (np.cumsum(lengths) - lengths)
+        with open(self._idx_temp, "xb") as idx:
+            idx.write(HEADER.pack(MAGIC, VERSION, INT32_CODE, len(lengths), len(self._document_index)))
+            idx.write(lengths.astype("<i4").tobytes())
+            idx.write(pointers.astype("<i8").tobytes())
+            idx.write(np.array(self._document_index, "<i8").tobytes())
+            idx.flush()
+            os.fsync(idx.fileno())
+        # An older index goes first: no moment shows an index beside another dataset's tokens.
+        Path(self.prefix + ".idx").unlink(missing_ok=True)
+        os.replace(self._bin_temp, self.prefix + ".bin")
+        os.replace(self._idx_temp, self.prefix + ".idx")
+        folder = os.open(Path(self.prefix).parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def abandon(self) -> None:
+        """Remove the temporary files; the final names stay untouched."""
+        self._bin.close()
+        for path in (self._bin_temp, self._idx_temp):
+            Path(path).unlink(missing_ok=True)
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abandon()

@@ -1,0 +1,152 @@
+"""Samples addressed by a number alone: shuffled and endless for training, in order and once for evaluation.
+
+The training stream is made of epochs; an epoch holds every document once, in an order drawn from (seed, epoch), one
+after the other without padding. Sample i is the L + 1 + D tokens from token i·L of the stream on (L the sequence
+length, D the MTP depth): its last 1 + D tokens overlap the next sample, so every depth has its whole window of targets.
+Nothing is remembered between samples, hence a run resumes, on any number of readers, by knowing the next i.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+import torch
+
+from dstrain.config.errors import InputError
+from dstrain.data.indexed import IndexedDataset
+
+EPOCHS_KEPT = 3  # orders in memory: a sample may need two neighbours
+
+
+def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The numbers 0 … count - 1 in an order drawn from (seed, epoch), int64 [count].
+
+    The raw output of PCG64 and SeedSequence is the same in every version of NumPy; that of `permutation` need not be.
+    """
+    keys = np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch])).random_raw(count)
+    # The number itself takes the low bits of its random key: a sort is much faster than argsort, and nothing ties.
+    low = np.uint64((1 << max(count - 1, 1).bit_length()) - 1)
+    keys &= ~low
+    keys |= np.arange(count, dtype=np.uint64)
+    keys.sort()
+    keys &= low
+    return keys.view(np.int64)
+
+
+class _Order:
+    """Documents in one order, and the token at which each starts: int64 [documents + 1]."""
+
+    def __init__(self, dataset: IndexedDataset, documents: np.ndarray | None):
+        lengths = dataset.document_lengths
+        self.documents = documents
+        self.starts = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths if documents is None else lengths[documents], out=self.starts[1:])
+
+    def copy(self, dataset: IndexedDataset, position: int, tokens: np.ndarray, numbers: np.ndarray, first: int) -> int:
+        """Fill `tokens` from token `position` of this order on, and `numbers` with documents counted from `first`.
+
+        Returns the number after the last one used. Empty documents are passed over and get no number.
+        """
+        slot = int(np.searchsorted(self.starts, position, side="right")) - 1
+        done = 0
+        while done < len(tokens):
+            take = min(len(tokens) - done, int(self.starts[slot + 1]) - position)
+            if take:
+                document = slot if self.documents is None else int(self.documents[slot])
+                offset = position - int(self.starts[slot])
+                tokens[done : done + take] = dataset.read(document, offset, take)
+                numbers[done : done + take] = first
+                done, position, first = done + take, position + take, first + 1
+            slot += 1
+        return first
+
+
+class _Batches:
+    """`batch` for everything that has `sample` and a width."""
+
+    width: int
+
+    def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples first … first + count - 1: tokens and document numbers, both int64 [count, L + 1 + D]."""
+        tokens, documents = np.empty((2, count, self.width), np.int64)
+        for row in range(count):
+            tokens[row], documents[row] = self.sample(first + row)
+        return torch.from_numpy(tokens), torch.from_numpy(documents)
+
+
+class SampleStream(_Batches):
+    """The endless training stream of a dataset. `sample(i)` is a pure function of (dataset, seed, i), i = 0, 1, …"""
+
+    def __init__(self, dataset: IndexedDataset, seed: int, sequence_length: int, depth: int):
+        self.dataset, self.seed, self.sequence_length = dataset, seed, sequence_length
+        self.width = sequence_length + 1 + depth
+        if dataset.num_tokens < self.width:
+            raise InputError(
+                f"{dataset.bin_path}: {dataset.num_tokens} tokens found, one sample needs {self.width} "
+                f"(data.sequence_length {sequence_length} + 1 + MTP depth {depth})"
+            )
+        self._orders: OrderedDict[int, _Order] = OrderedDict()
+
+    def epoch_of(self, i: int) -> int:
+        """The epoch, from 0, in which sample i begins."""
+        return i * self.sequence_length // self.dataset.num_tokens
+
+    def sample(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sample i: token ids, and each token's document, counted from 0 within the sample; int64 [L + 1 + D] both."""
+        if i < 0:
+            raise IndexError(f"sample {i}: samples are counted from 0")
+        tokens, documents = np.empty((2, self.width), np.int64)
+        epoch, position = divmod(i * self.sequence_length, self.dataset.num_tokens)
+        done = number = 0
+        while done < self.width:
+            take = min(self.width - done, self.dataset.num_tokens - position)
+            part = slice(done, done + take)
+            number = self._order(epoch).copy(self.dataset, position, tokens[part], documents[part], number)
+            done, epoch, position = done + take, epoch + 1, 0
+        return tokens, documents
+
+    def _order(self, epoch: int) -> _Order:
+        if epoch not in self._orders:
+            self._orders[epoch] = _Order(self.dataset, shuffled(self.dataset.num_documents, self.seed, epoch))
+            while len(self._orders) > EPOCHS_KEPT:
+                self._orders.popitem(last=False)
+        self._orders.move_to_end(epoch)
+        return self._orders[epoch]
+
+
+class EvalWindows(_Batches):
+    """The whole dataset once, in its order: window i predicts the tokens i·L + 1 … (i + 1)·L.
+
+    So every token but the first is predicted once. Where the last window runs beyond the end, token ids are 0 and
+    document numbers -1.
+    """
+
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, depth: int):
+        self.dataset, self.sequence_length = dataset, sequence_length
+        self.width = sequence_length + 1 + depth
+        if dataset.num_tokens < 2:
+            raise InputError(f"{dataset.bin_path}: {dataset.num_tokens} tokens found, evaluation needs at least 2")
+        self._order = _Order(dataset, None)
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return -(-(self.dataset.num_tokens - 1) // self.sequence_length)
+
+    def sample(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Window i: token ids and document numbers within the window, int64 [L + 1 + D]; IndexError beyond the last."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"evaluation window {i} of {len(self)}")
+        tokens, documents = np.zeros(self.width, np.int64), np.full(self.width, -1, np.int64)
+        position = i * self.sequence_length
+        real = min(self.width, self.dataset.num_tokens - position)
+        self._order.copy(self.dataset, position, tokens[:real], documents[:real], 0)
+        return tokens, documents
+
+
+def check_ids(tokens: torch.Tensor, vocab_size: int, where: str, first: int = 0) -> None:
+    """InputError if a token of a batch [count, width] is no id of the vocabulary; its first row is sample `first`."""
+    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
+        row, column = torch.nonzero((tokens < 0) | (tokens >= vocab_size))[0].tolist()
+        raise InputError(
+            f"{where}: token id {int(tokens[row, column])} in sample {first + row} at position {column}, "
+            f"the vocabulary has the ids 0 … {vocab_size - 1}"
+        )

@@ -1,0 +1,79 @@
+"""`dstrain generate`: continue a prompt, streamed to standard output; everything else goes to standard error."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from dstrain.config.errors import InputError
+from dstrain.config.schema import GenerateConfig
+from dstrain.inference.decoder import Decoder
+from dstrain.inference.load import Loaded, load_model
+from dstrain.inference.sampling import distribution, sample
+from dstrain.parallel.device import pick_device
+from dstrain.parallel.dispatch import LocalDispatcher
+
+
+def generate(config: GenerateConfig) -> int:
+    """Print the continuation of the prompt. -> the exit code."""
+    prompt = read_prompt(config)
+    loaded = load_model(config.checkpoint, config.precision, pick_device(config.device, "device"), _report)
+    ids = loaded.tokenizer.encode_prompt(prompt)
+    context = loaded.config.model.max_position_embeddings
+    if len(ids) >= context:
+        raise InputError(
+            f"the prompt has {len(ids)} tokens with its begin mark, the model's context is {context}; "
+            f"valid: at most {context - 1}"
+        )
+    limit = min(config.max_tokens, context - len(ids))
+    if limit < config.max_tokens:
+        _report(f"max_tokens={config.max_tokens} is more than the context leaves: stopping after {limit}")
+    stream = loaded.tokenizer.stream()
+    try:
+        if config.echo:
+            _write(prompt)
+        for token in continuation(loaded, ids, limit, config):
+            _write(stream.push(token))
+        _write(stream.finish() + "\n")
+    except BrokenPipeError:  # the reader has seen enough; keep Python from complaining when it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def continuation(loaded: Loaded, ids: list[int], limit: int, config: GenerateConfig) -> Iterator[int]:
+    """At most `limit` ids after the prompt `ids`, ending before the end mark."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    decoder = Decoder(model, LocalDispatcher(), sequences=1, capacity=len(ids) + limit)
+    generator = torch.Generator().manual_seed(config.seed)
+    temperature = torch.tensor([config.temperature], device=model.device)
+    new = torch.tensor([ids], device=model.device)
+    for _ in range(limit):
+        logits = decoder.advance(new)
+        logits[:, tokenizer.vocab_size :] = -torch.inf  # ids that the model has and the tokenizer has not
+        token = sample(distribution(logits, temperature, config.top_p, config.top_k), generator)
+        if token.item() == tokenizer.eos_id:
+            return
+        yield token.item()
+        new = token.unsqueeze(0)
+
+
+def read_prompt(config: GenerateConfig) -> str:
+    """The prompt given, or all of standard input without its last line end."""
+    if config.prompt is not None:
+        return config.prompt
+    if sys.stdin.isatty():
+        raise InputError("no prompt: give prompt='...' or pipe text in")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"the prompt on standard input is not UTF-8 (byte {error.start})") from None
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _report(line: str) -> None:
+    print(f"dstrain: {line}", file=sys.stderr)

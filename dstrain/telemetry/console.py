@@ -1,0 +1,55 @@
+"""What a person watches: a live progress bar on a terminal, a line every few steps elsewhere."""
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class RunConsole:
+    def __init__(self, log_every: int):
+        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.log_every = log_every
+        self.live = None
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def begin(self, done: float, total: float) -> None:
+        """done, total: progress of the run in its own unit (steps or tokens)."""
+        self.first, self.begun, self.last_printed = done, time.monotonic(), 0
+        if self.console.is_terminal:
+            columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn()
+            self.live = Progress(*columns, console=self.console)
+            self.task = self.live.add_task("", total=total, completed=done)
+            self.live.start()
+
+    def step(self, metrics: dict, done: float, total: float) -> None:
+        if self.live is not None:
+            self.live.update(self.task, completed=done, description=_line(metrics))
+        if metrics["skipped"]:
+            self.say(f"step {metrics['step']}: non-finite loss or gradient, skipped; weights stand still")
+        elif metrics["step"] % self.log_every == 0 or done >= total:
+            left = (time.monotonic() - self.begun) * (total - done) / max(done - self.first, 1e-9)
+            self.say(_line(metrics) + ("" if self.live else f"  left {_clock(left)}"))
+
+    def end(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+
+def _line(m: dict) -> str:
+    mtp = "".join(f" {loss:.3f}" for loss in m["loss_mtp"])
+    return (
+        f"step {m['step']}  loss {m['loss_main']:.4f}" + (f"  mtp{mtp}" if mtp else "") + f"  lr {m['lr']:.2e}"
+        f"  grad {m['grad_norm']:.2f}  {m['tokens_per_second']:,.0f} tok/s  mfu {m['mfu']:.0%}"
+        f"  maxvio {m['moe_max_violation']:.2f}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

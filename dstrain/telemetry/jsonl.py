@@ -1,0 +1,45 @@
+"""Append-only JSON lines that survive a crash and a resume at an earlier step."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+
+class JsonLines:
+    """One object a line, flushed as written. Non-finite numbers become null, since JSON has none."""
+
+    def __init__(self, path: Path, resume_step: int):
+        """Continue `path` behind `resume_step`: later lines, which will be made again, and a torn last one go."""
+        self.path = path
+        lines = []
+        if path.exists():
+            lines = [line for line in path.read_text().splitlines() if 0 <= _step(line) <= resume_step]
+        part = path.with_suffix(".part")
+        part.write_text("".join(line + "\n" for line in lines))
+        os.replace(part, path)
+        self.file = path.open("a")
+
+    def write(self, record: dict) -> None:
+        self.file.write(json.dumps(_finite(record)) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _step(line: str) -> int:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return -1
+
+
+def _finite(value):
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,181 @@
+"""`dstrain train`: builds everything a run needs, continues it from its newest checkpoint, and runs it."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+from dstrain.checkpoint.store import CheckpointStore
+from dstrain.config.compose import differences, save_run_config
+from dstrain.config.build import build
+from dstrain.config.errors import InputError
+from dstrain.config.schema import ModelConfig, TrainConfig
+from dstrain.data.corpus import Corpus, open_corpus
+from dstrain.data.indexed import IndexedDataset
+from dstrain.data.samples import EvalWindows, SampleStream, check_ids
+from dstrain.data.tokenizer import Tokenizer
+from dstrain.model.count import Counts, count_parameters
+from dstrain.model.model import Model
+from dstrain.parallel.device import pick_device
+from dstrain.parallel.dispatch import LocalDispatcher
+from dstrain.precision.main_grad import attach_main_grads
+from dstrain.precision.policy import Precision, resolve_precision
+from dstrain.telemetry.console import RunConsole
+from dstrain.telemetry.peak import peak_tflops
+from dstrain.train.optimizer import AdamW
+from dstrain.train.run_folder import RunFolder
+from dstrain.train.state import RunState, architecture, initialise, restore
+from dstrain.train.step import Stepper
+from dstrain.train.trainer import RunFailure, Trainer
+
+
+def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
+    """Run or continue the run that `config` describes. -> the exit code."""
+    console = RunConsole(config.telemetry.log_every)
+    device = pick_device(config.run.device)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    precision = resolve_precision(config.precision.name, device)
+    counts = count_parameters(config.model)
+    check_memory(config, counts, precision, device)
+    corpus = open_corpus(config.data)
+    tokenizer = Tokenizer.load(corpus.tokenizer)
+    check_tokenizer(tokenizer, corpus, config.model)
+    depth, length = config.model.num_nextn_predict_layers, config.data.sequence_length
+    stream = SampleStream(IndexedDataset(corpus.train), config.run.seed, length, depth)
+    windows = EvalWindows(IndexedDataset(corpus.heldout), length, depth) if corpus.heldout else None
+
+    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    store = CheckpointStore(
+        folder.path / "checkpoints", config.checkpoint.keep, lambda step, line: console.say(f"WARNING: {line}")
+    )
+    store.check_space(checkpoint_bytes(config, counts, precision))
+    report_start(console, config, counts, precision, device, corpus, folder)
+
+    torch.manual_seed(config.run.seed)
+    with device:
+        model = Model(config.model, precision.compute)
+    attach_main_grads(model, precision.main)
+    optimizer = AdamW(model, config.optim, precision)
+    checkpoint = store.open_newest(console.say)
+    state = RunState()
+    if checkpoint is None:
+        initialise(model, optimizer, config.run.seed)
+    else:
+        state = resume(console, checkpoint, config, plain, corpus, model, optimizer)
+    save_run_config(folder.path, plain, overrides)
+
+    stepper = Stepper(config, model, optimizer, LocalDispatcher(), CheckedStream(stream, config.model, corpus))
+    peak, origin = config.telemetry.peak_tflops, "telemetry.peak_tflops"
+    if peak is None:
+        peak, origin = peak_tflops(device, precision.compute)
+    console.say(f"mfu is measured against {peak:.3g} TFLOPS ({origin})")
+    files = {
+        "config.yaml": yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode(),
+        "tokenizer.json": Path(corpus.tokenizer).read_bytes(),
+    }
+    trainer = Trainer(
+        config, folder, console, model, optimizer, stepper, state, store, windows, tokenizer.token_bytes(), files,
+        corpus.fingerprint, peak,
+    )
+    if trainer.finished():
+        console.say(f"nothing to do: the run has {state.step} steps and {state.tokens:,} tokens already")
+    try:
+        final = trainer.run()
+    except RunFailure as failure:
+        print(f"dstrain: {failure}", file=sys.stderr)
+        return 1
+    report_end(console, folder, state, final, corpus)
+    return 0
+
+
+class CheckedStream:
+    """A sample stream whose ids are known to lie inside the model's vocabulary."""
+
+    def __init__(self, stream: SampleStream, model: ModelConfig, corpus: Corpus):
+        self.stream, self.vocab_size, self.where = stream, model.vocab_size, corpus.train
+
+    def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, documents = self.stream.batch(first, count)
+        check_ids(tokens, self.vocab_size, self.where, first)
+        return tokens, documents
+
+
+def state_bytes(config: TrainConfig, counts: Counts, precision: Precision) -> tuple[int, int]:
+    """Bytes of weights, masters and moments, which a checkpoint holds, and of gradients."""
+    main, compute = precision.main.itemsize, precision.compute.itemsize
+    moments = 2 if config.optim.moments == "bf16" else main
+    master = main if precision.compute != precision.main else 0
+    return counts.total * (compute + master + 2 * moments), counts.total * main
+
+
+def checkpoint_bytes(config: TrainConfig, counts: Counts, precision: Precision) -> int:
+    return state_bytes(config, counts, precision)[0]
+
+
+def check_memory(config: TrainConfig, counts: Counts, precision: Precision, device: torch.device) -> None:
+    """InputError when weights, gradients and optimizer alone exceed the device's memory."""
+    need = sum(state_bytes(config, counts, precision))
+    if device.type == "cuda":
+        have = torch.cuda.get_device_properties(device).total_memory
+    else:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > have:
+        raise InputError(
+            f"model={config.model.name} does not fit: {counts.total:,} parameters need {need / 2**30:,.1f} GiB for weights, "
+            f"gradients and optimizer in {precision.name}, {device.type} has {have / 2**30:,.1f} GiB; take a smaller model"
+        )
+
+
+def check_tokenizer(tokenizer: Tokenizer, corpus: Corpus, model: ModelConfig) -> None:
+    if tokenizer.vocab_size > model.vocab_size:
+        raise InputError(
+            f"tokenizer {corpus.tokenizer} has {tokenizer.vocab_size} ids, model.vocab_size is {model.vocab_size}; "
+            f"valid: model.vocab_size of at least {tokenizer.vocab_size}"
+        )
+
+
+def resume(
+    console: RunConsole, checkpoint: Path, config: TrainConfig, plain: dict, corpus: Corpus, model: Model, optimizer: AdamW
+) -> RunState:
+    """Load `checkpoint` after checking that it belongs to this model and this data."""
+    stored = yaml.safe_load(CheckpointStore.file(checkpoint, "config.yaml"))
+    meta = CheckpointStore.meta(checkpoint)
+    theirs, ours = architecture(build(ModelConfig, stored["model"], "model")), architecture(config.model)
+    if theirs != ours:
+        lines = ", ".join(f"model.{line}" for line in differences(theirs, ours))
+        raise InputError(f"{checkpoint} is of another model ({lines}); choose another run.name")
+    if meta["data"] != corpus.fingerprint:
+        raise InputError(
+            f"{checkpoint} was trained on other data than {corpus.train} (another text, tokenizer or vocabulary); "
+            "restore the data or choose another run.name"
+        )
+    restore(model, optimizer, checkpoint)
+    state = RunState(**meta["state"])
+    console.say(f"continuing from {checkpoint}: step {state.step}, {state.tokens:,} tokens")
+    for line in differences(stored, plain):
+        console.say(f"  changed since then: {line}")
+    return state
+
+
+def report_start(console, config, counts, precision, device, corpus, folder) -> None:
+    asked = "" if config.precision.name != "auto" else f" (auto: {device.type} has {'' if precision.name == 'bf16' else 'no '}BF16 instructions)"
+    depth = config.model.num_nextn_predict_layers
+    console.say(
+        f"model {config.model.name}: {counts.total:,} parameters, {counts.activated:,} activated per token, MTP depth {depth}\n"
+        f"precision {precision.name}{asked}, device {device.type}, {torch.get_num_threads()} threads\n"
+        f"data {corpus.name}: {corpus.train_tokens:,} training tokens, {corpus.heldout_tokens:,} held out\n"
+        f"batch {config.batch.sequences} x {config.data.sequence_length} tokens in micro-batches of {config.batch.micro_sequences}\n"
+        f"run folder {folder.path}"
+    )
+
+
+def report_end(console: RunConsole, folder: RunFolder, state: RunState, final: dict | None, corpus: Corpus) -> None:
+    if final is not None and corpus.gzip_bits_per_byte is not None:
+        console.say(
+            f"held-out text: {final['bits_per_byte']:.3f} bits per byte "
+            f"(gzip -9 {corpus.gzip_bits_per_byte:.3f}, xz -9 {corpus.xz_bits_per_byte:.3f} on the same files)"
+        )
+    console.say(f"done: {state.step} steps, {state.tokens:,} tokens, {state.skipped} skipped; everything is in {folder.path}")

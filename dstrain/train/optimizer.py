@@ -1,0 +1,81 @@
+"""AdamW (arXiv 1711.05101) on `main_grad`: masters and arithmetic in the main type, moments in BF16 or wider.
+
+    m = β₁ m + (1 - β₁) g     v = β₂ v + (1 - β₂) g²
+    θ = (1 - η λ) θ - η (m / (1 - β₁ᵗ)) / (sqrt(v / (1 - β₂ᵗ)) + ε)
+
+State is flat: ranges of flattened tensors, here the whole of each. No decay on norms; the routing bias is no parameter.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dstrain.config.schema import OptimConfig
+from dstrain.precision.policy import Precision
+
+CHUNK = 1 << 22  # elements updated at once: bounds the temporaries
+
+
+@dataclass
+class ParameterState:
+    parameter: nn.Parameter
+    master: torch.Tensor  # [numel] in the main type; the parameter's own storage where that has the type already
+    exp_avg: torch.Tensor  # [numel]
+    exp_avg_sq: torch.Tensor  # [numel]
+    decay: bool
+
+    @property
+    def has_master(self) -> bool:
+        return self.parameter.dtype != self.master.dtype
+
+
+class AdamW:
+    def __init__(self, model: nn.Module, config: OptimConfig, precision: Precision):
+        self.config = config
+        moments = torch.bfloat16 if config.moments == "bf16" else precision.main
+        self.states: dict[str, ParameterState] = {}
+        for name, parameter in model.named_parameters():
+            flat = parameter.detach().view(-1)
+            self.states[name] = ParameterState(
+                parameter,
+                flat if flat.dtype == precision.main else flat.to(precision.main),
+                torch.zeros_like(flat, dtype=moments),
+                torch.zeros_like(flat, dtype=moments),
+                decay=parameter.ndim > 1,
+            )
+
+    def set_weight(self, name: str, value: torch.Tensor) -> None:
+        """Set a parameter and its master from `value` (any float type, flat or shaped)."""
+        state = self.states[name]
+        state.master.copy_(value.reshape(-1))
+        if state.has_master:
+            state.parameter.detach().view(-1).copy_(state.master)
+
+    def grad_norm(self) -> torch.Tensor:
+        """The global L2 norm of every main_grad, a float64 scalar."""
+        norms = [torch.linalg.vector_norm(s.parameter.main_grad, dtype=torch.float64) for s in self.states.values()]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, update: int, grad_scale: float) -> None:
+        """One update, the `update`-th (from 1) that is applied; gradients are multiplied by grad_scale (the clip)."""
+        config = self.config
+        correction1, correction2 = 1 - config.beta1**update, 1 - config.beta2**update
+        for state in self.states.values():
+            flats = (state.master, state.parameter.main_grad.view(-1), state.exp_avg, state.exp_avg_sq)
+            for master, grad, exp_avg, exp_avg_sq in zip(*(flat.split(CHUNK) for flat in flats)):
+                grad = grad * grad_scale
+                first = exp_avg.to(grad.dtype).lerp(grad, 1 - config.beta1)
+                second = (exp_avg_sq.to(grad.dtype) * config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
+                exp_avg.copy_(first)
+                exp_avg_sq.copy_(second)
+                if state.decay:
+                    master.mul_(1 - learning_rate * config.weight_decay)
+                master.addcdiv_(first, second.div_(correction2).sqrt_().add_(config.eps), value=-learning_rate / correction1)
+            if state.has_master:
+                state.parameter.view(-1).copy_(state.master)
+
+    def zero_grad(self) -> None:
+        for state in self.states.values():
+            state.parameter.main_grad.zero_()

@@ -1,0 +1,133 @@
+"""The training loop: steps, metrics, evaluations, checkpoints, and a clean end whatever ends it."""
+
+import time
+
+import numpy as np
+import torch
+
+from dstrain.checkpoint.store import CheckpointStore
+from dstrain.config.schema import TrainConfig
+from dstrain.data.samples import EvalWindows
+from dstrain.model.count import flops_per_token
+from dstrain.model.model import Model
+from dstrain.telemetry.console import RunConsole
+from dstrain.telemetry.jsonl import JsonLines
+from dstrain.train.evaluation import evaluate_heldout
+from dstrain.train.optimizer import AdamW
+from dstrain.train.run_folder import RunFolder
+from dstrain.train.signals import StopSignals
+from dstrain.train.state import RunState, run_tensors
+from dstrain.train.step import Stepper
+
+
+class RunFailure(RuntimeError):
+    """The run cannot go on: one line why. Exit code 1."""
+
+
+class Trainer:
+    """Owns the loop of one run; everything it works with is built by `main`."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        console: RunConsole,
+        model: Model,
+        optimizer: AdamW,
+        stepper: Stepper,
+        state: RunState,
+        store: CheckpointStore,
+        windows: EvalWindows | None,
+        token_bytes: np.ndarray,
+        files: dict[str, bytes],  # go into every checkpoint
+        data_fingerprint: str,
+        peak_tflops: float,
+    ):
+        self.config, self.folder, self.console = config, folder, console
+        self.model, self.optimizer, self.stepper, self.state, self.store = model, optimizer, stepper, state, store
+        self.windows, self.token_bytes, self.files, self.data_fingerprint = windows, token_bytes, files, data_fingerprint
+        self.saved_step = state.step if state.step else None
+        self.peak_flops = peak_tflops * 1e12
+        self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
+        self.last_eval: dict | None = None
+
+    def run(self) -> dict | None:
+        """Train until the run is finished or a signal comes; writes status.json. -> the last whole evaluation."""
+        state, folder = self.state, self.folder
+        metrics_file = JsonLines(folder.path / "metrics.jsonl", state.step)
+        self.eval_file = JsonLines(folder.path / "eval.jsonl", state.step)
+        try:
+            with StopSignals() as signals:
+                self.console.begin(*self.progress())
+                while not self.finished() and not signals.received:
+                    metrics = self.stepper.step(state)
+                    metrics["mfu"] = metrics["tokens_per_second"] * self.flops_per_token / self.peak_flops
+                    metrics_file.write(metrics)
+                    self.console.step(metrics, *self.progress())
+                    if state.skipped_in_a_row >= self.config.optim.max_skipped_steps:
+                        raise RunFailure(
+                            f"{state.skipped_in_a_row} steps in a row had a non-finite loss or gradient, the last is step "
+                            f"{state.step} (optim.max_skipped_steps={self.config.optim.max_skipped_steps}); "
+                            f"weights are those after update {state.updates}"
+                        )
+                    self.periodic()
+                self.console.end()
+                self.save()
+                if not signals.received and self.windows is not None and self.config.eval.at_end:
+                    self.last_eval = self.evaluate(None)
+                failure = self.store.wait()
+            if failure:
+                raise RunFailure(failure)
+            status = "interrupted" if signals.received else "finished"
+            if signals.received:
+                self.console.say(f"{signals.received}: stopped after step {state.step}, saved; the same command continues")
+            folder.write_status(status, step=state.step, tokens=state.tokens, signal=signals.received)
+            return self.last_eval
+        except BaseException as error:
+            self.console.end()
+            self.store.wait()
+            reason = str(error) if isinstance(error, RunFailure) else f"{type(error).__name__}: {error}"
+            folder.write_status("failed", step=state.step, tokens=state.tokens, reason=reason)
+            raise
+        finally:
+            metrics_file.close()
+            self.eval_file.close()
+
+    def finished(self) -> bool:
+        done, total = self.progress()
+        return done >= total
+
+    def progress(self) -> tuple[float, float]:
+        """Done and total: in steps when run.steps ends the run, else in tokens."""
+        if self.config.run.steps is not None and self.state.tokens < self.config.schedule.tokens:
+            return self.state.step, self.config.run.steps
+        return self.state.tokens, self.config.schedule.tokens
+
+    def periodic(self) -> None:
+        step = self.state.step
+        if self.windows is not None and self.config.eval.every and step % self.config.eval.every == 0:
+            self.evaluate(self.config.eval.sequences)
+        if self.config.checkpoint.every and step % self.config.checkpoint.every == 0:
+            self.save()
+
+    def evaluate(self, sequences: int | None) -> dict:
+        begin = time.perf_counter()
+        result = evaluate_heldout(
+            self.config, self.model, self.stepper.dispatcher, self.windows, self.token_bytes, sequences
+        )
+        record = {"step": self.state.step, "tokens": self.state.tokens, **result}
+        self.eval_file.write(record)
+        size = "the whole held-out text" if result["whole"] else f"{sequences} held-out sequences"
+        self.console.say(
+            f"step {self.state.step}  evaluation of {size}: loss {result['loss']:.4f}, "
+            f"{result['bits_per_byte']:.4f} bits per byte, {time.perf_counter() - begin:.1f} s"
+        )
+        return record
+
+    def save(self) -> None:
+        """Save in the background, once for each step."""
+        if self.saved_step == self.state.step:
+            return
+        self.saved_step = self.state.step
+        meta = {"format": 1, "state": self.state.to_meta(), "data": self.data_fingerprint, "torch": torch.__version__}
+        self.store.save(self.state.step, run_tensors(self.model, self.optimizer), meta, self.files)

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Sets everything up and runs the tests; arguments go to pytest:   bash launch/test.sh tests/config -k typo
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+bash "$root/launch/setup.sh" test
+
+cd "$root"
+# Two test processes of one thread each: with more, torch's thread pools fight over the cores of a small machine.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+exec "$root/.venv/bin/python" -m pytest -n 2 "$@"

@@ -1,0 +1,72 @@
+"""Cached, absorbed decoding against the full forward pass without a cache (FAULTS D11)."""
+
+import pytest
+import torch
+from oracle import oracle, tiny_config
+from small_models import GRID, build
+
+from dstrain.inference.decoder import Decoder
+from dstrain.parallel.dispatch import LocalDispatcher
+
+
+def full_logits(config, weights, tokens):
+    """Logits of the main model at every position by the oracle, [L, vocab]."""
+    padded = torch.cat((tokens, torch.zeros(1 + config.num_nextn_predict_layers, dtype=torch.int64))).unsqueeze(0)
+    return oracle(config, weights, padded, balance_alpha=0.0, mtp_weight=0.0).logits[0][0].detach()
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37])
+@pytest.mark.parametrize("case", GRID)
+def test_cached_logits_equal_the_full_forward(case, chunk):
+    config = tiny_config(**GRID[case])
+    model, weights = build(config, torch.float64)
+    tokens = torch.randint(0, config.vocab_size, (37,), generator=torch.Generator().manual_seed(1))
+    expected = full_logits(config, weights, tokens)
+    decoder = Decoder(model, LocalDispatcher(), sequences=1, capacity=37)
+    for first in range(0, 37, chunk):
+        logits = decoder.advance(tokens[first : first + chunk].unsqueeze(0))
+        last = min(first + chunk, 37) - 1
+        torch.testing.assert_close(logits[0], expected[last], rtol=1e-9, atol=1e-9)
+
+
+def test_sequences_of_different_lengths_decode_together_and_the_next_batch_starts_clean():
+    config = tiny_config()
+    model, weights = build(config, torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.tensor([5, 11, 1])
+    for _ in range(2):
+        prompts = torch.randint(0, config.vocab_size, (3, 11), generator=generator)
+        following = torch.randint(0, config.vocab_size, (3, 4), generator=generator)
+        decoder = Decoder(model, LocalDispatcher(), sequences=3, capacity=16)
+        steps = [decoder.advance(prompts, lengths)] + [decoder.advance(following[:, [i]]) for i in range(4)]
+        for row, length in enumerate(lengths.tolist()):
+            whole = torch.cat((prompts[row, :length], following[row]))
+            expected = full_logits(config, weights, whole)
+            for i, logits in enumerate(steps):
+                torch.testing.assert_close(logits[row], expected[length - 1 + i], rtol=1e-9, atol=1e-9)
+
+
+def test_a_long_prompt_is_taken_in_parts(monkeypatch):
+    import dstrain.inference.decoder as module
+
+    config = tiny_config()
+    model, weights = build(config, torch.float64)
+    tokens = torch.randint(0, config.vocab_size, (20,), generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(module, "PREFILL_TOKENS", 7)
+    decoder = Decoder(model, LocalDispatcher(), sequences=1, capacity=20)
+    torch.testing.assert_close(decoder.advance(tokens.unsqueeze(0))[0], full_logits(config, weights, tokens)[-1], rtol=1e-9, atol=1e-9)
+    assert decoder.lengths.tolist() == [20]
+
+
+def test_the_cache_holds_the_latent_and_one_rotated_key_and_nothing_per_head():
+    config = tiny_config()
+    decoder = Decoder(build(config, torch.float32)[0], LocalDispatcher(), sequences=2, capacity=10)
+    elements = sum(x.numel() for cache in decoder.caches for x in vars(cache).values())
+    assert elements == 2 * 10 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+
+
+def test_more_tokens_than_the_cache_holds_are_an_error():
+    config = tiny_config()
+    decoder = Decoder(build(config, torch.float32)[0], LocalDispatcher(), sequences=1, capacity=4)
+    with pytest.raises(ValueError, match="5 tokens do not fit into a cache of 4"):
+        decoder.advance(torch.zeros(1, 5, dtype=torch.int64))

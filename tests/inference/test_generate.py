@@ -1,0 +1,85 @@
+"""`dstrain generate` on a run trained in the test."""
+
+import io
+import sys
+
+import pytest
+from helpers import make_config, run
+
+from dstrain.cli import main
+from dstrain.config.compose import load_train_config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    assert run(make_config(folder, "run.steps=30")) == 0
+    return folder / "runs/run"
+
+
+def generate(capsys, trained, *overrides):
+    code = main(["generate", f"checkpoint={trained}", "precision=fp32", *overrides])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_only_the_text_is_on_stdout_and_a_seed_repeats_it(capsys, trained):
+    first = generate(capsys, trained, "prompt=def return", "max_tokens=12", "seed=3")
+    assert first[0] == 0 and first[1].endswith("\n")
+    assert generate(capsys, trained, "prompt=def return", "max_tokens=12", "seed=3") == first
+    texts = {generate(capsys, trained, "prompt=def return", "max_tokens=12", f"seed={seed}")[1] for seed in range(4)}
+    assert len(texts) > 1
+    echoed = generate(capsys, trained, "prompt=def return", "max_tokens=12", "seed=3", "echo=true")
+    assert echoed[1] == "def return" + first[1]
+
+
+def test_greedy_does_not_depend_on_the_seed_and_the_prompt_can_be_piped(capsys, trained, monkeypatch):
+    first = generate(capsys, trained, "prompt=value = 0", "temperature=0", "max_tokens=8", "seed=1")
+    assert generate(capsys, trained, "prompt=value = 0", "temperature=0", "max_tokens=8", "seed=2") == first
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"value = 0\n")))
+    assert generate(capsys, trained, "temperature=0", "max_tokens=8") == first
+
+
+def test_one_checkpoint_folder_works_as_well_as_a_run_folder(capsys, trained):
+    first = generate(capsys, trained, "prompt=a", "max_tokens=5")
+    assert generate(capsys, trained / "checkpoints/step-00000030", "prompt=a", "max_tokens=5") == first
+
+
+def test_a_prompt_at_and_over_the_context_is_refused_and_one_below_it_works(capsys, trained):
+    """FAULTS D14. The context is max_position_embeddings, begin mark included."""
+    context = load_train_config(trained / "config.yaml").model.max_position_embeddings
+    prompt = "~" * (context - 2)  # a character that the training text has not is one token each
+    assert generate(capsys, trained, f"prompt={prompt}", "max_tokens=5")[0] == 0
+    code, out, err = generate(capsys, trained, f"prompt={prompt}~", "max_tokens=5")
+    assert code == 2 and out == "" and f"at most {context - 1}" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("override", ["max_tokens=0", "max_tokens=-1", "temperature=-1", "top_p=1.5", "top_k=0", "max_tokens=many"])
+def test_impossible_settings_are_refused_in_one_line(capsys, trained, override):
+    code, out, err = generate(capsys, trained, "prompt=a", override)
+    assert code == 2 and out == "" and override.split("=")[0] in err and err.count("\n") == 1
+
+
+def test_a_huge_max_tokens_stops_at_the_context_and_an_empty_prompt_starts_a_document(capsys, trained):
+    code, out, err = generate(capsys, trained, "prompt=", "max_tokens=1000000")
+    assert code == 0 and "stopping after" in err
+
+
+@pytest.mark.parametrize("where, said", [("nowhere", "no such folder"), (".", "checkpoint")])
+def test_a_wrong_checkpoint_is_refused_in_one_line(capsys, tmp_path, where, said):
+    code = main(["generate", f"checkpoint={tmp_path / where}", "prompt=a"])
+    captured = capsys.readouterr()
+    assert code == 2 and captured.out == "" and said in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_corrupt_newest_checkpoint_falls_back_loudly_and_is_left_where_it_is(capsys, tmp_path):
+    assert run(make_config(tmp_path, "run.steps=4", "checkpoint.every=2")) == 0
+    folder = tmp_path / "runs/run"
+    file = next((folder / "checkpoints/step-00000004/tensors").iterdir())
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    capsys.readouterr()
+    code, _, err = generate(capsys, folder, "prompt=a", "max_tokens=2")
+    assert code == 0 and "CORRUPT" in err and "step-00000004" in err
+    assert file.exists()

@@ -1,0 +1,66 @@
+"""Metric files and what the metrics say."""
+
+import json
+
+import pytest
+from helpers import make_config, metrics, run
+
+from dstrain.model.count import flops_per_token
+from dstrain.telemetry.jsonl import JsonLines
+from dstrain.train.bias import max_violation
+
+CONTRACT = (
+    "step tokens samples loss loss_main loss_mtp loss_balance lr grad_norm step_time tokens_per_second mfu "
+    "moe_max_violation moe_load bias_speed mtp_weight batch_sequences skipped"
+).split()
+
+
+def test_every_step_has_the_contracts_keys_and_the_loss_is_their_sum(tmp_path):
+    config = make_config(tmp_path, "optim.balance_alpha=0.01", "batch.micro_sequences=2")
+    assert run(config) == 0
+    rows = metrics(config)
+    assert len(rows) == 6
+    for number, row in enumerate(rows, start=1):
+        assert sorted(row) == sorted(CONTRACT)
+        assert (row["step"], row["samples"], row["tokens"]) == (number, 4 * number, 64 * number)
+        assert len(row["loss_mtp"]) == 2 and len(row["moe_load"]) == 4
+        assert all(sum(load) == 64 * 3 for load in row["moe_load"])
+        mixed = sum(0.5 * loss for loss in row["loss_mtp"])
+        assert row["loss"] == pytest.approx(row["loss_main"] + 0.3 * mixed + 0.01 * row["loss_balance"], rel=1e-12)
+        assert row["tokens_per_second"] == pytest.approx(64 / row["step_time"], rel=1e-9)
+        flops = row["tokens_per_second"] * flops_per_token(config.model, 16)
+        assert row["mfu"] == pytest.approx(flops / 1e12, rel=1e-9)  # telemetry.peak_tflops=1.0
+
+
+def test_max_violation_is_the_worst_layers_largest_load_over_its_mean():
+    assert max_violation([[1, 1, 1, 1], [0, 6, 1, 1]]) == 6 / 2 - 1
+    assert max_violation([]) == 0.0
+
+
+def test_non_finite_numbers_are_null_and_later_lines_go_on_resume(tmp_path):
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path, 0)
+    for step in (1, 2, 3):
+        lines.write({"step": step, "loss": float("nan") if step == 2 else 1.5, "list": [float("inf")]})
+    lines.close()
+    JsonLines(path, 2).close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 1.5, "list": [None]}, {"step": 2, "loss": None, "list": [None]}
+    ]
+
+
+def test_evaluation_counts_bits_over_the_bytes_of_the_predicted_text(tmp_path):
+    """A model of equal logits spends log2(vocab) bits on each of the held-out tokens."""
+    import math
+    from pathlib import Path
+
+    config = make_config(tmp_path, "eval.at_end=true", "run.steps=1", "schedule.learning_rate=[{until: 1e6, value: 0}]")
+    config.model.initializer_range = 0.0
+    assert run(config) == 0
+    record = json.loads((tmp_path / "runs/run/eval.jsonl").read_text())
+    assert record["whole"] and record["loss"] == pytest.approx(math.log(config.model.vocab_size), rel=1e-6)
+    corpus = json.loads(next(Path(config.data.cache).glob("*/corpus.json")).read_text())
+    assert record["heldout_tokens"] == corpus["heldout_tokens"] - 1
+    assert record["heldout_bytes"] == corpus["heldout_bytes"]
+    bits = record["heldout_tokens"] * math.log2(config.model.vocab_size)
+    assert record["bits_per_byte"] == pytest.approx(bits / record["heldout_bytes"], rel=1e-6)

@@ -1,0 +1,140 @@
+"""cli.py: commands, help and exit codes (DESIGN §6: 0 done, 2 bad input in one line, 1 a failure in the run)."""
+
+import dataclasses
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from dstrain.cli import COMMANDS, main
+from dstrain.config.build import all_keys
+from dstrain.config.errors import InputError
+from dstrain.config.schema import GenerateConfig, TrainConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def handlers(monkeypatch):
+    """Stand-ins for the trainer and the generator, which record their calls."""
+    calls = []
+    for module, name in (("dstrain.train.main", "train"), ("dstrain.inference.main", "generate")):
+        stand_in = types.ModuleType(module)
+        setattr(stand_in, name, lambda *arguments: calls.append(arguments) or 0)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    return calls
+
+
+def failing(monkeypatch, error):
+    def train(*_):
+        raise error
+
+    stand_in = types.ModuleType("dstrain.train.main")
+    stand_in.train = train
+    monkeypatch.setitem(sys.modules, "dstrain.train.main", stand_in)
+
+
+def test_alone_lists_the_commands(capsys):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert all(name in out and command.summary in out for name, command in COMMANDS.items()) and err == ""
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    assert main(["trian"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("dstrain: unknown command 'trian' (did you mean 'train'?)")
+
+
+def test_train_gets_configuration_plain_and_overrides(handlers):
+    assert main(["train", "model=small", "run.steps=10"]) == 0
+    ((config, plain, kept),) = handlers
+    assert isinstance(config, TrainConfig) and config.run.steps == 10
+    assert plain["model"]["name"] == "small" and kept == ["model=small"]
+
+
+def test_generate_gets_its_configuration(handlers):
+    assert main(["generate", "checkpoint=runs/x", "prompt=def f(a, b='c'):"]) == 0
+    ((config,),) = handlers
+    assert isinstance(config, GenerateConfig) and config.prompt == "def f(a, b='c'):"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "run.step=3"], ["train", "model=tinny"], ["train", "run.steps=0"], ["train", "data=text"], ["generate"],
+     ["generate", "checkpoint=x", "max_tokens=-1"]],
+)
+def test_bad_input_is_one_line_and_exit_code_2_before_anything_runs(arguments, handlers, capsys):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("dstrain: ") and err.count("\n") == 1 and handlers == []
+
+
+def test_bad_input_found_by_the_run_is_one_line_too(monkeypatch, capsys):
+    failing(monkeypatch, InputError("a file named a\nb is missing"))
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "dstrain: a file named a b is missing\n"
+
+
+def test_failure_in_the_run_is_exit_code_1_with_its_traceback(monkeypatch, capsys):
+    failing(monkeypatch, RuntimeError("no disk space"))
+    assert main(["train"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "RuntimeError: no disk space" in err
+
+
+def test_interrupt_is_exit_code_130(monkeypatch, capsys):
+    failing(monkeypatch, KeyboardInterrupt())
+    assert main(["train"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "schema"), [("train", TrainConfig), ("generate", GenerateConfig)])
+def test_help_shows_every_key_with_type_and_meaning(command, schema, capsys):
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    groups = {field.name for field in dataclasses.fields(TrainConfig)}
+    for key in all_keys(schema):
+        if schema is TrainConfig and key in groups:
+            assert f"\n{key}:" in out
+        else:
+            assert f"\n  {key}=" in out
+    assert "null: the schedule's tokens" in out or command == "generate"
+
+
+def test_help_shows_choices_and_the_values_of_those_made(capsys):
+    assert main(["train", "--help", "model=small", "optim.grad_clip=0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "model=moonlight_16b|small|tiny|v2_236b|v2_lite_16b|v3_671b|v3_671b_mtp4  (default tiny)" in out
+    assert "recipe=deepseek_v3|quickstart  (default none)" in out
+    assert "run.name=small" in out and "optim.grad_clip=0.5  [number]" in out
+    assert main(["generate", "--help"]) == 0
+    assert "checkpoint=(must be given)  [text]" in capsys.readouterr().out
+
+
+def test_as_a_process_and_as_a_module_from_any_folder():
+    """Started as a user and as torchrun start it: the exit code arrives, a listing needs neither torch nor Hydra."""
+    code = "import sys, dstrain.cli as c; c.main([]); print(sorted({'torch', 'hydra'} & set(sys.modules)))"
+    listing = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert listing.stdout.endswith("[]\n")
+    module = subprocess.run([sys.executable, "-m", "dstrain", "train", "run.step=1"], capture_output=True, text=True)
+    assert (module.returncode, module.stderr) == (2, "dstrain: unknown key 'run.step' (did you mean 'run.steps'?)\n")
+
+
+def test_reader_that_leaves_early_is_no_failure():
+    code = f"{sys.executable!r} -m dstrain train --help | head -n 1; exit ${{PIPESTATUS[0]}}"
+    piped = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
+    assert "Traceback" not in piped.stderr and "Error" not in piped.stderr
+
+
+@pytest.mark.parametrize("script", ["launch/setup.sh", "launch/test.sh", "launch/quickstart.sh", ".ci/run"])
+def test_scripts_are_valid_bash(script):
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)

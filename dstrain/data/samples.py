@@ -7,6 +7,7 @@ Nothing is remembered between samples, hence a run resumes, on any number of rea
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -30,6 +31,30 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
     keys.sort()
     keys &= low
     return keys.view(np.int64)
+
+
+def scatter(number: int, size: int, key: int) -> int:
+    """Where `number` of 0 … size - 1 goes in a permutation drawn by `key`: a Feistel network, so nothing is stored.
+
+    The network permutes 0 … 4^k - 1; a number that lands outside 0 … size - 1 is sent on until it lands inside.
+    """
+    half = max((size - 1).bit_length() + 1, 2) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = number >> half, number & mask
+        for turn in range(4):
+            left, right = right, left ^ (_mix(_mix(key + turn) ^ right) & mask)
+        number = left << half | right
+        if number < size:
+            return number
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64: every bit of `value` moves every bit of the result."""
+    value = (value + 0x9E3779B97F4A7C15) % 2**64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
 
 
 class _Order:
@@ -61,20 +86,21 @@ class _Order:
 
 
 class _Batches:
-    """`batch` for everything that has `sample` and a width."""
+    """Samples side by side, for everything that has `sample` and a width."""
 
     width: int
 
-    def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples first … first + count - 1: tokens and document numbers, both int64 [count, L + 1 + D]."""
-        tokens, documents = np.empty((2, count, self.width), np.int64)
-        for row in range(count):
-            tokens[row], documents[row] = self.sample(first + row)
+    def stacked(self, numbers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The samples of these numbers: tokens and document numbers, both int64 [count, L + 1 + D]."""
+        tokens, documents = np.empty((2, len(numbers), self.width), np.int64)
+        for row, number in enumerate(numbers):
+            tokens[row], documents[row] = self.sample(number)
         return torch.from_numpy(tokens), torch.from_numpy(documents)
 
 
 class SampleStream(_Batches):
-    """The endless training stream of a dataset. `sample(i)` is a pure function of (dataset, seed, i), i = 0, 1, …"""
+    """The endless training stream of a dataset. `sample(i)` is a pure function of (dataset, seed, i), i = 0, 1, …, and so is
+    `visited(n)`, the sample of visit n. `batch` takes visits."""
 
     def __init__(self, dataset: IndexedDataset, seed: int, sequence_length: int, depth: int):
         self.dataset, self.seed, self.sequence_length = dataset, seed, sequence_length
@@ -84,7 +110,17 @@ class SampleStream(_Batches):
                 f"{dataset.bin_path}: {dataset.num_tokens} tokens found, one sample needs {self.width} "
                 f"(data.sequence_length {sequence_length} + 1 + MTP depth {depth})"
             )
+        self.block = dataset.num_tokens // sequence_length  # samples scattered together, at least 1
         self._orders: OrderedDict[int, _Order] = OrderedDict()
+
+    def visited(self, n: int) -> int:
+        """The sample of visit n = 0, 1, …"""
+        block, number = divmod(n, self.block)
+        return block * self.block + scatter(number, self.block, _mix(self.seed % 2**64) + block)
+
+    def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Visits first … first + count - 1: tokens and document numbers, both int64 [count, L + 1 + D]."""
+        return self.stacked([self.visited(n) for n in range(first, first + count)])
 
     def epoch_of(self, i: int) -> int:
         """The epoch, from 0, in which sample i begins."""
@@ -126,6 +162,10 @@ class EvalWindows(_Batches):
         if dataset.num_tokens < 2:
             raise InputError(f"{dataset.bin_path}: {dataset.num_tokens} tokens found, evaluation needs at least 2")
         self._order = _Order(dataset, None)
+
+    def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows first … first + count - 1: tokens and document numbers, both int64 [count, L + 1 + D]."""
+        return self.stacked(range(first, first + count))
 
     def __len__(self) -> int:
         """Number of windows."""

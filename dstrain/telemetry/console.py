@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -33,6 +35,22 @@ class RunConsole:
         elif metrics["step"] % self.log_every == 0 or done >= total:
             left = (time.monotonic() - self.begun) * (total - done) / max(done - self.first, 1e-9)
             self.say(_line(metrics) + ("" if self.live else f"  left {_clock(left)}"))
+
+    @contextmanager
+    def task(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Something that may take long beside the steps: a bar on a terminal. Gives a function of (done, total)."""
+        progress = self.live
+        if self.console.is_terminal and progress is None:
+            progress = Progress(TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn(), console=self.console)
+            progress.start()
+        task = None if progress is None else progress.add_task(what, total=None)
+        try:
+            yield lambda done, total: progress.update(task, completed=done, total=total) if progress else None
+        finally:
+            if progress is not None:
+                progress.remove_task(task)
+                if progress is not self.live:
+                    progress.stop()
 
     def end(self) -> None:
         if self.live is not None:

@@ -24,6 +24,10 @@ class JsonLines:
         self.file.write(json.dumps(_finite(record)) + "\n")
         self.file.flush()
 
+    def records(self) -> list[dict]:
+        """Everything written so far, by earlier starts of the run too."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
     def close(self) -> None:
         self.file.close()
 

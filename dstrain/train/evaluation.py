@@ -21,9 +21,11 @@ def evaluate_heldout(
     windows,
     token_bytes: np.ndarray,
     sequences: int | None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict:
+    go_on: Callable[[int, int], bool] = lambda done, total: True,
+) -> dict | None:
     """Loss over the first `sequences` windows of the held-out text (None: all), without counting expert load.
+
+    go_on(done, total) is called after every micro-batch; False ends the evaluation without a result.
 
     windows.batch(first, count) -> tokens, documents [count, L + 1 + D], len(windows). token_bytes: bytes of text that
     each id stands for. bits_per_byte = Σ -log2 p(token) / Σ bytes, over the same predicted tokens.
@@ -40,7 +42,8 @@ def evaluate_heldout(
         nbytes += int(lengths[batch.tokens[:, 1 : 1 + batch.length][batch.valid(0)]].sum())
         device_batch = MicroBatch(tokens.to(model.device), documents.to(model.device), depth, batch.document_mask)
         evaluate(model, device_batch, dispatcher, sums)
-        progress(min(first + size, total), total)
+        if not go_on(min(first + size, total), total):
+            return None
     losses = [s / c if c else 0.0 for s, c in zip(sums.depths.tolist(), counts.tolist())]
     return {
         "loss": losses[0],

@@ -57,7 +57,8 @@ class Trainer:
         metrics_file = JsonLines(folder.path / "metrics.jsonl", state.step)
         self.eval_file = JsonLines(folder.path / "eval.jsonl", state.step)
         try:
-            with StopSignals() as signals:
+            with StopSignals() as self.signals:
+                signals = self.signals
                 self.console.begin(*self.progress())
                 while not self.finished() and not signals.received:
                     metrics = self.stepper.step(state)
@@ -74,7 +75,7 @@ class Trainer:
                 self.console.end()
                 self.save()
                 if not signals.received and self.windows is not None and self.config.eval.at_end:
-                    self.last_eval = self.evaluate(None)
+                    self.last_eval = self.whole_evaluation_of_this_step() or self.evaluate(None)
                 failure = self.store.wait()
             if failure:
                 raise RunFailure(failure)
@@ -110,19 +111,29 @@ class Trainer:
         if self.config.checkpoint.every and step % self.config.checkpoint.every == 0:
             self.save()
 
-    def evaluate(self, sequences: int | None) -> dict:
+    def evaluate(self, sequences: int | None) -> dict | None:
+        """Evaluate and write the record; a signal ends a long evaluation without one."""
         begin = time.perf_counter()
-        result = evaluate_heldout(
-            self.config, self.model, self.stepper.dispatcher, self.windows, self.token_bytes, sequences
-        )
+        size = "the whole held-out text" if sequences is None else f"{sequences} held-out sequences"
+        with self.console.task(f"evaluation of {size}") as show:
+            result = evaluate_heldout(
+                self.config, self.model, self.stepper.dispatcher, self.windows, self.token_bytes, sequences,
+                go_on=lambda done, total: show(done, total) or not self.signals.received,
+            )
+        if result is None:
+            return None
         record = {"step": self.state.step, "tokens": self.state.tokens, **result}
         self.eval_file.write(record)
-        size = "the whole held-out text" if result["whole"] else f"{sequences} held-out sequences"
         self.console.say(
             f"step {self.state.step}  evaluation of {size}: loss {result['loss']:.4f}, "
             f"{result['bits_per_byte']:.4f} bits per byte, {time.perf_counter() - begin:.1f} s"
         )
         return record
+
+    def whole_evaluation_of_this_step(self) -> dict | None:
+        """The record of an earlier start of this finished run, if it got that far."""
+        records = [record for record in self.eval_file.records() if record["step"] == self.state.step and record["whole"]]
+        return records[-1] if records else None
 
     def save(self) -> None:
         """Save in the background, once for each step."""

@@ -10,7 +10,7 @@ import torch
 import megatron_format
 from dstrain.config.errors import InputError
 from dstrain.data.indexed import HEADER, MAGIC, IndexedDataset
-from dstrain.data.samples import EvalWindows, SampleStream, check_ids, shuffled
+from dstrain.data.samples import EvalWindows, SampleStream, check_ids, shuffled, scatter
 
 # Lengths with empty documents at both ends and some longer than a sample. Every token id is its own place.
 LENGTHS = [0, 3, 1, 40, 0, 0, 7, 2, 25, 1, 0]
@@ -110,7 +110,7 @@ class Reader(torch.utils.data.Dataset):
         self.stream = stream
 
     def __getitem__(self, i):
-        return self.stream.sample(200 + i)[0]
+        return self.stream.sample(self.stream.visited(200 + i))[0]
 
     def __len__(self):
         return 24
@@ -137,13 +137,33 @@ def test_data_ranks_share_the_samples_whatever_their_number(dataset):
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 64, 65, 1000, 4097])
+def test_scatter_is_a_permutation_that_depends_on_its_key(size):
+    """A permutation reaches every number once, so sorting what it gives restores 0 … size - 1."""
+    orders = [[scatter(n, size, key) for n in range(size)] for key in (0, 1, 2**40)]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    if size > 60:
+        assert len({tuple(order) for order in orders}) == 3
+        # Neighbours are torn apart: an ordered walk has mean step 1, a random one about size / 3.
+        steps = [abs(a - b) for a, b in zip(orders[0], orders[0][1:])]
+        assert abs(sum(steps) / len(steps) - size / 3) < size / 10
+
+
+def test_every_sample_of_a_block_is_visited_once_and_blocks_differ(dataset):
+    stream = SampleStream(dataset, 5, 8, 1)
+    first = [stream.visited(n) for n in range(stream.block)]
+    second = [stream.visited(n) - stream.block for n in range(stream.block, 2 * stream.block)]
+    assert sorted(first) == sorted(second) == list(range(stream.block)) and first != second
+    assert first != [SampleStream(dataset, 6, 8, 1).visited(n) for n in range(stream.block)]
+
+
 def test_batches_are_int64_tensors(dataset):
     stream = SampleStream(dataset, 5, 8, 2)
     tokens, documents = stream.batch(3, 4)
     assert tokens.dtype == documents.dtype == torch.int64 and tokens.shape == documents.shape == (4, 11)
     for row in range(4):
-        assert tokens[row].tolist() == stream.sample(3 + row)[0].tolist()
-        assert documents[row].tolist() == stream.sample(3 + row)[1].tolist()
+        assert tokens[row].tolist() == stream.sample(stream.visited(3 + row))[0].tolist()
+        assert documents[row].tolist() == stream.sample(stream.visited(3 + row))[1].tolist()
     with pytest.raises(IndexError):
         stream.sample(-1)
 

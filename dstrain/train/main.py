@@ -18,7 +18,7 @@ from dstrain.data.samples import EvalWindows, SampleStream, check_ids
 from dstrain.data.tokenizer import Tokenizer
 from dstrain.model.count import Counts, count_parameters
 from dstrain.model.model import Model
-from dstrain.parallel.device import keep_freed_memory, pick_device
+from dstrain.parallel.device import pick_device
 from dstrain.parallel.dispatch import LocalDispatcher
 from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.policy import Precision, resolve_precision
@@ -35,7 +35,6 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     """Run or continue the run that `config` describes. -> the exit code."""
     console = RunConsole(config.telemetry.log_every)
     device = pick_device(config.run.device)
-    keep_freed_memory()
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     precision = resolve_precision(config.precision.name, device)

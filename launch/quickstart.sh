@@ -22,8 +22,8 @@ if grep -qs interrupted "$run/status.json"; then
     exit 0
 fi
 
-step "generation, after the words: def "
-"$dstrain" generate checkpoint="$run" prompt='def ' echo=true max_tokens=128 temperature=0.7 seed=1
+step "generation, after the words: def __init__(self"
+"$dstrain" generate checkpoint="$run" prompt='def __init__(self' echo=true max_tokens=128 temperature=0.5 seed=1
 
 step "where everything lies, in $root"
 cat <<END

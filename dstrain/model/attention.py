@@ -98,8 +98,10 @@ class Attention(nn.Module):
         k_nope, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split(
             [self.config.qk_nope_head_dim, self.config.v_head_dim], dim=-1
         )
-        q = torch.cat((q_nope, q_rope), dim=-1).transpose(1, 2)
-        k = torch.cat((k_nope, rope_key.unsqueeze(-2).expand_as(q_rope)), dim=-1).transpose(1, 2)
+        # Joined in the layout [B, H, L, d] that attention works in.
+        q = torch.cat((q_nope.transpose(1, 2), q_rope.transpose(1, 2)), dim=-1)
+        rope_key = rope_key.unsqueeze(1).expand(-1, self.heads, -1, -1)
+        k = torch.cat((k_nope.transpose(1, 2), rope_key), dim=-1)
         return attention_core(q, k, v.transpose(1, 2), self.scale, starts).transpose(1, 2)
 
     def _attend_absorbed(self, q_nope, q_rope, cache, lengths):

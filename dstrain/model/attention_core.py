@@ -1,13 +1,11 @@
 """softmax(scale · q kᵀ + mask) v, the only quadratic part of the model.
 
 On CUDA this is PyTorch's fused attention. On the CPU it runs by blocks of query rows as plain matrix products,
-which never look at keys after the block; backward computes the probabilities again from the row sums.
+which never look at keys after the block; backward computes the probabilities again.
 """
 
 import torch
 import torch.nn.functional as F
-
-from dstrain.precision.policy import at_least_fp32
 
 BLOCK_ROWS = 128
 
@@ -42,46 +40,49 @@ def visible(
 
 
 class _BlockedAttention(torch.autograd.Function):
+    """q, k, v contiguous, so that a slice of rows is a plain matrix with a stride and no product copies it."""
+
     @staticmethod
     def forward(ctx, q, k, v, scale, starts):
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         length, offset = q.shape[2], k.shape[2] - q.shape[2]
         out = q.new_empty(*q.shape[:3], v.shape[-1])
-        wide = torch.promote_types(q.dtype, torch.float32)
-        log_sums = q.new_empty(q.shape[:3], dtype=wide)
         for first in range(0, length, BLOCK_ROWS):
             last = min(first + BLOCK_ROWS, length)
-            scores = _scores(q, k, scale, starts, first, last, offset)
-            log_sums[:, :, first:last] = log_sum = torch.logsumexp(scores, dim=-1)
-            probs = scores.sub_(log_sum.unsqueeze(-1)).exp_().to(q.dtype)
-            out[:, :, first:last] = probs @ v[:, :, : last + offset]
-        ctx.save_for_backward(q, k, v, out, log_sums)
+            out[:, :, first:last] = _probabilities(q, k, scale, starts, first, last) @ v[:, :, : last + offset]
+        ctx.save_for_backward(q, k, v)
         ctx.scale, ctx.starts = scale, starts
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, log_sums = ctx.saved_tensors
+        q, k, v = ctx.saved_tensors
         length, offset = q.shape[2], k.shape[2] - q.shape[2]
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        # Row sums of P ∘ dP, which equal those of dO ∘ O.
-        row_sums = (at_least_fp32(grad) * at_least_fp32(out)).sum(-1, keepdim=True)
-        for first in reversed(range(0, length, BLOCK_ROWS)):
+        grad = grad.contiguous()
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        for first in range(0, length, BLOCK_ROWS):
             last = min(first + BLOCK_ROWS, length)
             keys = last + offset
-            scores = _scores(q, k, ctx.scale, ctx.starts, first, last, offset)
-            probs = scores.sub_(log_sums[:, :, first:last].unsqueeze(-1)).exp_()
+            probs = _probabilities(q, k, ctx.scale, ctx.starts, first, last)
             grad_block = grad[:, :, first:last]
-            grad_v[:, :, :keys] += probs.to(v.dtype).transpose(-1, -2) @ grad_block
-            grad_probs = at_least_fp32(grad_block @ v[:, :, :keys].transpose(-1, -2))
-            grad_scores = grad_probs.sub(row_sums[:, :, first:last]).mul_(probs).mul_(ctx.scale).to(q.dtype)
+            grad_v[:, :, :keys] += probs.transpose(-1, -2) @ grad_block
+            grad_probs = grad_block @ v[:, :, :keys].transpose(-1, -2)
+            # dS = P ∘ (dP - Σ dP ∘ P), in one pass, FP32 inside
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, q.dtype)
             grad_q[:, :, first:last] = grad_scores @ k[:, :, :keys]
             grad_k[:, :, :keys] += grad_scores.transpose(-1, -2) @ q[:, :, first:last]
-        return grad_q, grad_k, grad_v, None, None
+        return grad_q.mul_(ctx.scale), grad_k.mul_(ctx.scale).to(k.dtype), grad_v.to(v.dtype), None, None
 
 
-def _scores(q, k, scale, starts, first, last, offset):
-    """Masked scores of one block of query rows in at least FP32, a fresh tensor."""
-    keys = last + offset
-    scores = (q[:, :, first:last] @ k[:, :, :keys].transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-    scores.mul_(scale)
-    return scores.masked_fill_(~visible(first, last, keys, offset, starts, q.device), -torch.inf)
+def _probabilities(q, k, scale, starts, first, last):
+    """Attention probabilities of one block of query rows; the softmax is FP32 inside, whatever the type."""
+    offset = k.shape[2] - q.shape[2]
+    scores = (q[:, :, first:last] * scale) @ k[:, :, : last + offset].transpose(-1, -2)
+    if starts is None:  # only the block on the diagonal holds keys that come after a query
+        diagonal = scores[..., first + offset :]
+        diagonal.masked_fill_(~visible(0, last - first, last - first, 0, None, q.device), -torch.inf)
+    else:
+        scores.masked_fill_(~visible(first, last, last + offset, offset, starts, q.device), -torch.inf)
+    return scores.softmax(dim=-1)

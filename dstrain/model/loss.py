@@ -6,45 +6,58 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from dstrain.model.batch import IGNORED
+from dstrain.precision import gemm
 from dstrain.precision.policy import at_least_fp32
 
-ROWS_AT_ONCE = 1024  # bounds the FP32 copy of the logits
+CHUNK_ELEMENTS = 1 << 22  # logits held at once
 
 
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """logits [rows, vocab], targets int64 [rows] or IGNORED -> the summed loss, a float64 scalar."""
-    return _CrossEntropySum.apply(logits, targets)
+def head_loss(
+    state: torch.Tensor, weight: nn.Parameter, targets: torch.Tensor, coefficient: float | None
+) -> torch.Tensor:
+    """Projection and cross-entropy without ever holding all logits. -> the summed loss, a float64 scalar.
+
+    state [rows, hidden], weight [vocab, hidden], targets int64 [rows] or IGNORED. coefficient: what this sum weighs in
+    the loss, known before the forward pass; None: no gradients. While a chunk's logits are at hand its gradients are
+    computed too: the weight's goes to `main_grad` at once, the state's is given back by `backward`, which therefore
+    takes 1 for the gradient of the returned sum.
+    """
+    return _HeadLoss.apply(state, weight, targets, coefficient)
 
 
-class _CrossEntropySum(torch.autograd.Function):
-    """Keeps the logits in their own type and one log-sum a row."""
-
+class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets):
-        log_sums, losses = [], []
-        for rows, ids in zip(logits.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE)):
-            wide = at_least_fp32(rows)
-            log_sum = wide.logsumexp(dim=-1)
-            picked = wide.gather(-1, ids.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-            losses.append((log_sum - picked).masked_fill(ids == IGNORED, 0).double().sum())
-            log_sums.append(log_sum)
-        ctx.save_for_backward(logits, targets, torch.cat(log_sums))
+    def forward(ctx, state, weight, targets, coefficient):
+        rows = max(CHUNK_ELEMENTS // weight.shape[0], 128)
+        grad_state = torch.empty_like(state) if coefficient is not None else None
+        losses = []
+        for first in range(0, len(state), rows):
+            part, ids = state[first : first + rows], targets[first : first + rows]
+            log_probs = at_least_fp32(project(part, weight)).log_softmax(dim=-1)
+            places, ignored = ids.clamp_min(0).unsqueeze(-1), ids == IGNORED
+            losses.append(-log_probs.gather(-1, places).squeeze(-1).masked_fill(ignored, 0).double().sum())
+            if coefficient is None:
+                continue
+            grad_logits = log_probs.exp_()
+            grad_logits.scatter_add_(-1, places, grad_logits.new_full(places.shape, -1.0))
+            scale = grad_logits.new_full(ids.shape, coefficient).masked_fill_(ignored, 0)
+            grad_logits = grad_logits.mul_(scale.unsqueeze(-1)).to(weight.dtype)
+            grad_state[first : first + rows] = gemm.dgrad(grad_logits, weight)
+            gemm.wgrad(grad_logits, part, weight.main_grad)
+        ctx.grad_state = grad_state
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        logits, targets, log_sums = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        pieces = (x.split(ROWS_AT_ONCE) for x in (logits, targets, log_sums, out))
-        for rows, ids, log_sum, piece in zip(*pieces):
-            probs = (at_least_fp32(rows) - log_sum.unsqueeze(-1)).exp_()
-            places = ids.clamp_min(0).unsqueeze(-1)
-            probs.scatter_add_(-1, places, probs.new_full(places.shape, -1.0))
-            scale = torch.where(ids == IGNORED, 0, grad.to(probs.dtype))
-            piece.copy_(probs.mul_(scale.unsqueeze(-1)))
-        return out, None
+        return ctx.grad_state, None, None, None
+
+
+def project(state: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Logits of some rows."""
+    return gemm.fprop(state, weight)
 
 
 @dataclass

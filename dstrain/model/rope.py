@@ -9,6 +9,7 @@ import math
 import torch
 
 from dstrain.config.schema import ModelConfig
+from dstrain.precision.pointwise import rotate_pairs
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -65,6 +66,4 @@ class Rotary:
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, L, heads, d] -> the same shape and type, each pair (2j, 2j + 1) turned."""
-        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
-        even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+        return rotate_pairs(x, self.cos.unsqueeze(-2), self.sin.unsqueeze(-2))

@@ -12,7 +12,7 @@ from dstrain.model.attention import AttentionContext
 from dstrain.model.batch import MicroBatch
 from dstrain.model.block import BlockPass, Dispatcher
 from dstrain.model.graph import Graph
-from dstrain.model.loss import LossSums, LossWeights, cross_entropy_sum
+from dstrain.model.loss import LossSums, LossWeights, head_loss
 from dstrain.model.model import Model
 from dstrain.model.mtp import MTPModule
 from dstrain.model.rope import Rotary
@@ -84,12 +84,13 @@ class HeadPass:
     def _run(self, hidden):
         model, batch = self.job.model, self.job.batch
         state = model.head_norm(self.depth)(hidden)
-        logits = model.lm_head(state.flatten(0, 1))
-        return state, cross_entropy_sum(logits, batch.targets(self.depth).flatten())
+        coefficient = self.job.weights.depths[self.depth] if self.job.train else None
+        targets = batch.targets(self.depth).flatten()
+        return state, head_loss(state.flatten(0, 1), model.lm_head.weight, targets, coefficient)
 
     def backward(self, grad_state: torch.Tensor | None) -> torch.Tensor:
-        weight = torch.tensor(self.job.weights.depths[self.depth], dtype=torch.float64, device=self.job.model.device)
-        (grad,) = self.graph.backward(grad_state, weight)
+        one = torch.ones((), dtype=torch.float64, device=self.job.model.device)  # see head_loss
+        (grad,) = self.graph.backward(grad_state, one)
         return grad
 
 

@@ -1,9 +1,34 @@
-"""RMSNorm and SwiGLU: computed in at least FP32, kept for backward in the compute type."""
+"""RMSNorm, SwiGLU and rotation: computed in at least FP32, kept for backward in the compute type.
+
+Each is a pair of plain functions, forward and backward, that PyTorch may run operation by operation or, after
+`compile_kernels()`, as one fused pass over memory.
+"""
+
+import functools
 
 import torch
 from torch import nn
 
 from dstrain.precision.policy import at_least_fp32
+
+_kernels = {}
+
+
+def kernel(function):
+    """A function of tensors that runs eagerly until `compile_kernels`."""
+    _kernels[function.__name__] = function
+
+    @functools.wraps(function)
+    def call(*args):
+        return _kernels[function.__name__](*args)
+
+    return call
+
+
+def compile_kernels() -> None:
+    """From now on run every kernel fused by torch.compile, for any number of rows."""
+    for name, function in _kernels.items():
+        _kernels[name] = torch.compile(function, dynamic=True, fullgraph=True)
 
 
 class RMSNorm(nn.Module):
@@ -19,58 +44,122 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
+@kernel
+def rms_norm_forward(x, weight, eps):
+    """x [rows, n], weight [n] -> y like x, 1 / rms [rows, 1]."""
+    wide = at_least_fp32(x)
+    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse_rms * weight).to(x.dtype), inverse_rms
+
+
+@kernel
+def rms_norm_backward(grad, x, weight, inverse_rms):
+    """y = x / r with r = rms(x): dx = (g - y · mean(g y)) / r, where g = grad · weight. -> dx, dweight."""
+    normalised = at_least_fp32(x) * inverse_rms
+    grad = at_least_fp32(grad)
+    grad_weight = (grad * normalised).sum(0)
+    grad = grad * weight
+    projection = (grad * normalised).mean(-1, keepdim=True)
+    return ((grad - normalised * projection) * inverse_rms).to(x.dtype), grad_weight
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        wide = at_least_fp32(x)
-        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        y, inverse_rms = rms_norm_forward(x.reshape(-1, x.shape[-1]), weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (wide * inverse_rms).mul_(weight).to(x.dtype)
+        return y.view(x.shape)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, inverse_rms = ctx.saved_tensors
-        normalised = at_least_fp32(x) * inverse_rms
-        grad = at_least_fp32(grad)
-        grad_weight = (grad * normalised).flatten(0, -2).sum(0)
-        grad = grad * weight
-        # y = x/r with r = rms(x): dx = (g - y · mean(g y)) / r
-        projection = (grad * normalised).mean(-1, keepdim=True)
-        grad_x = grad.sub_(normalised.mul_(projection)).mul_(inverse_rms)
-        return grad_x.to(x.dtype), grad_weight, None
+        rows = (-1, x.shape[-1])
+        grad_x, grad_weight = rms_norm_backward(grad.reshape(rows), x.reshape(rows), weight, inverse_rms)
+        return grad_x.view(x.shape), grad_weight, None
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
     """silu(gate) · up, times a weight per row when given.
 
-    gate, up [rows, n]; weight [rows] in at least FP32, whose gradient has its type. Only the inputs are kept
-    for backward; the output is computed again there.
+    gate, up [..., n]; weight [rows] in at least FP32, whose gradient has its type. Only the inputs are kept for
+    backward; the output is computed again there.
     """
-    return _SwiGLU.apply(gate, up, weight)
+    return _SwiGLU.apply(gate, up) if weight is None else _WeightedSwiGLU.apply(gate, up, weight)
+
+
+@kernel
+def swiglu_forward(gate, up):
+    wide = at_least_fp32(gate)
+    return (torch.sigmoid(wide) * wide * up).to(gate.dtype)
+
+
+@kernel
+def swiglu_backward(grad, gate, up):
+    """silu' = σ(1 + x(1 - σ)). -> dgate, dup."""
+    grad, wide = at_least_fp32(grad), at_least_fp32(gate)
+    sigmoid = torch.sigmoid(wide)
+    slope = sigmoid * (1 + wide * (1 - sigmoid))
+    return (grad * up * slope).to(gate.dtype), (grad * sigmoid * wide).to(up.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, weight):
-        ctx.save_for_backward(gate, up, weight)
-        wide = at_least_fp32(gate)
-        out = torch.sigmoid(wide).mul_(wide).mul_(up)
-        if weight is not None:
-            out.mul_(weight.unsqueeze(-1))
-        return out.to(gate.dtype)
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return swiglu_forward(gate, up)
 
     @staticmethod
     def backward(ctx, grad):
-        gate, up, weight = ctx.saved_tensors
-        grad, wide_gate, wide_up = at_least_fp32(grad), at_least_fp32(gate), at_least_fp32(up)
-        sigmoid = torch.sigmoid(wide_gate)
-        silu = sigmoid * wide_gate
-        grad_weight = None
-        if weight is not None:
-            grad_weight = (silu * wide_up).mul_(grad).sum(-1)
-            grad = grad * weight.unsqueeze(-1)
-        grad_up = grad * silu
-        # silu' = σ(1 + x(1 - σ)) = σ + silu(1 - σ)
-        slope = sigmoid.add_(silu.mul_(1 - sigmoid))
-        grad_gate = slope.mul_(wide_up).mul_(grad)
-        return grad_gate.to(gate.dtype), grad_up.to(up.dtype), grad_weight
+        return swiglu_backward(grad, *ctx.saved_tensors)
+
+
+@kernel
+def weighted_swiglu_forward(gate, up, weight):
+    wide = at_least_fp32(gate)
+    return (torch.sigmoid(wide) * wide * up * weight.unsqueeze(-1)).to(gate.dtype)
+
+
+@kernel
+def weighted_swiglu_backward(grad, gate, up, weight):
+    """-> dgate, dup, dweight."""
+    grad, wide = at_least_fp32(grad), at_least_fp32(gate)
+    sigmoid = torch.sigmoid(wide)
+    silu = sigmoid * wide
+    grad_weight = (silu * up * grad).sum(-1)
+    grad = grad * weight.unsqueeze(-1)
+    slope = sigmoid * (1 + wide * (1 - sigmoid))
+    return (grad * up * slope).to(gate.dtype), (grad * silu).to(up.dtype), grad_weight
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, weight):
+        ctx.save_for_backward(gate, up, weight)
+        return weighted_swiglu_forward(gate, up, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return weighted_swiglu_backward(grad, *ctx.saved_tensors)
+
+
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [..., d] with each pair (2j, 2j + 1) times [[cos, -sin], [sin, cos]]; cos, sin [..., d/2] broadcast to x."""
+    return _Rotate.apply(x, cos, sin)
+
+
+@kernel
+def rotate_forward(x, cos, sin):
+    even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rotate_forward(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return rotate_forward(grad, cos, -sin), None, None  # the transpose turns the other way

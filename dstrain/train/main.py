@@ -1,6 +1,7 @@
 """`dstrain train`: builds everything a run needs, continues it from its newest checkpoint, and runs it."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from dstrain.model.model import Model
 from dstrain.parallel.device import pick_device
 from dstrain.parallel.dispatch import LocalDispatcher
 from dstrain.precision.main_grad import attach_main_grads
+from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import Precision, resolve_precision
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.peak import peak_tflops
@@ -37,6 +39,9 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     device = pick_device(config.run.device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.run.compile:
+        check_compiler(device)
+        compile_kernels()
     precision = resolve_precision(config.precision.name, device)
     counts = count_parameters(config.model)
     check_memory(config, counts, precision, device)
@@ -101,6 +106,11 @@ class CheckedStream:
         tokens, documents = self.stream.batch(first, count)
         check_ids(tokens, self.vocab_size, self.where, first)
         return tokens, documents
+
+
+def check_compiler(device: torch.device) -> None:
+    if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", os.environ.get("CXX", "g++"))):
+        raise InputError("run.compile=true: torch.compile needs a C++ compiler on the CPU (g++ or clang++); valid: run.compile=false")
 
 
 def state_bytes(config: TrainConfig, counts: Counts, precision: Precision) -> tuple[int, int]:

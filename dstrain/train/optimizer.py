@@ -14,7 +14,9 @@ from torch import nn
 from dstrain.config.schema import OptimConfig
 from dstrain.precision.policy import Precision
 
-CHUNK = 1 << 22  # elements updated at once: bounds the temporaries
+# Elements updated at once. On the CPU a chunk and its temporaries stay in the cache, so that the state is read and
+# written once; on a GPU a chunk only bounds the temporaries.
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
 
 
 @dataclass
@@ -59,22 +61,29 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float, update: int, grad_scale: float) -> None:
-        """One update, the `update`-th (from 1) that is applied; gradients are multiplied by grad_scale (the clip)."""
+        """One update, the `update`-th (from 1) that is applied; gradients are multiplied by grad_scale (the clip).
+
+        Gradients are zero afterwards.
+        """
         config = self.config
         correction1, correction2 = 1 - config.beta1**update, 1 - config.beta2**update
         for state in self.states.values():
-            flats = (state.master, state.parameter.main_grad.view(-1), state.exp_avg, state.exp_avg_sq)
-            for master, grad, exp_avg, exp_avg_sq in zip(*(flat.split(CHUNK) for flat in flats)):
-                grad = grad * grad_scale
-                first = exp_avg.to(grad.dtype).lerp(grad, 1 - config.beta1)
+            weight = state.parameter.detach().view(-1)
+            flats = (weight, state.master, state.parameter.main_grad.view(-1), state.exp_avg, state.exp_avg_sq)
+            size = CHUNK[weight.device.type]
+            for weight, master, main_grad, exp_avg, exp_avg_sq in zip(*(flat.split(size) for flat in flats)):
+                grad = main_grad * grad_scale
+                first = exp_avg.to(grad.dtype, copy=True).lerp_(grad, 1 - config.beta1)
                 second = (exp_avg_sq.to(grad.dtype) * config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
                 exp_avg.copy_(first)
                 exp_avg_sq.copy_(second)
                 if state.decay:
                     master.mul_(1 - learning_rate * config.weight_decay)
-                master.addcdiv_(first, second.div_(correction2).sqrt_().add_(config.eps), value=-learning_rate / correction1)
-            if state.has_master:
-                state.parameter.view(-1).copy_(state.master)
+                denominator = second.div_(correction2).sqrt_().add_(config.eps)
+                master.addcdiv_(first, denominator, value=-learning_rate / correction1)
+                if state.has_master:
+                    weight.copy_(master)
+                main_grad.zero_()
 
     def zero_grad(self) -> None:
         for state in self.states.values():

@@ -86,9 +86,9 @@ class Stepper:
         else:
             state.skipped += 1
             state.skipped_in_a_row += 1
+            self.optimizer.zero_grad()
         for router in self.model.routers:
             router.load.zero_()
-        self.optimizer.zero_grad()
 
         loss_mtp = losses[1:]
         mixed = sum(weight * loss for weight, loss in zip(config.model.depth_weights, loss_mtp)) if depth else 0.0

@@ -33,16 +33,16 @@ def test_losses_loads_and_gradients_equal_the_equations(case, document_mask, dty
 
 @pytest.mark.parametrize("case", GRID)
 def test_logits_of_every_depth_equal_the_equations(case, monkeypatch):
-    """The logits are caught on their way into the cross-entropy."""
+    """The logits are caught where the head computes them."""
     config = tiny_config(**GRID[case])
     model, weights = build(config, torch.float64)
     tokens, documents = sample(config)
     expected = oracle(config, weights, tokens, documents, balance_alpha=ALPHA, mtp_weight=MTP_WEIGHT)
     caught = []
-    from dstrain.model import units
+    from dstrain.model import loss
 
-    original = units.cross_entropy_sum
-    monkeypatch.setattr(units, "cross_entropy_sum", lambda x, t: (caught.append(x.detach()), original(x, t))[1])
+    original = loss.project
+    monkeypatch.setattr(loss, "project", lambda *args: (caught.append(original(*args)), caught[-1])[1])
     run(model, config, tokens, documents, document_mask=False)
     assert len(caught) == 1 + config.num_nextn_predict_layers
     for mine, theirs in zip(caught, expected.logits, strict=True):

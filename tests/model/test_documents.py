@@ -4,7 +4,7 @@ import torch
 from oracle import tiny_config
 from small_models import build
 
-from dstrain.model import units
+from dstrain.model import loss
 from dstrain.model.batch import IGNORED, MicroBatch
 from dstrain.model.loss import LossSums
 from dstrain.model.units import evaluate
@@ -13,9 +13,9 @@ from dstrain.parallel.dispatch import LocalDispatcher
 
 def logits_of(model, tokens, documents, depth, monkeypatch):
     """Logits of every depth, [L, vocab] each, of one sequence under the document mask."""
-    caught, original = [], units.cross_entropy_sum
+    caught, original = [], loss.project
     with monkeypatch.context() as patch:
-        patch.setattr(units, "cross_entropy_sum", lambda x, t: (caught.append(x.detach().clone()), original(x, t))[1])
+        patch.setattr(loss, "project", lambda *args: (caught.append(original(*args)), caught[-1])[1])
         batch = MicroBatch(tokens.unsqueeze(0), documents.unsqueeze(0), depth, document_mask=True)
         evaluate(model, batch, LocalDispatcher(), LossSums(depth, torch.device("cpu")))
     return caught

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from dstrain.precision.linear import Embedding, GroupedLinear, Linear
 from dstrain.precision.main_grad import WeightGradQueue, attach_main_grads, deferred
+from dstrain.precision import pointwise
 from dstrain.precision.pointwise import RMSNorm, swiglu
 
 
@@ -118,3 +119,35 @@ def test_norms_and_swiglu_compute_in_fp32_and_return_the_compute_type():
     torch.testing.assert_close(norm(rounded), exact.to(torch.bfloat16), rtol=0, atol=0)
     gate, up = rounded, rounded.flip(0)
     torch.testing.assert_close(swiglu(gate, up), (F.silu(gate.double()) * up.double()).to(torch.bfloat16), rtol=2**-7, atol=1e-6)
+
+
+@pytest.fixture
+def compiled():
+    saved = dict(pointwise._kernels)
+    pointwise.compile_kernels()
+    yield
+    pointwise._kernels.update(saved)
+
+
+@pytest.mark.long
+def test_compiled_kernels_equal_the_eager_ones(compiled):
+    """Any number of rows, in BF16; the right values are those of the functions themselves."""
+    tolerance = 2**-7
+    for rows in (1, 7, 130):
+        x, y, grad = (randn(rows, 48, seed=s).detach().bfloat16() for s in (1, 2, 3))
+        weight, row_weight = randn(48, seed=4).detach().float(), randn(rows, seed=5).detach().float()
+        _, inverse = pointwise.rms_norm_forward.__wrapped__(x, weight, 1e-6)
+        angles = randn(rows, 24, seed=6).detach().float()
+        for name, args in {
+            "rms_norm_forward": (x, weight, 1e-6),
+            "rms_norm_backward": (grad, x, weight, inverse),
+            "swiglu_forward": (x, y),
+            "swiglu_backward": (grad, x, y),
+            "weighted_swiglu_forward": (x, y, row_weight),
+            "weighted_swiglu_backward": (grad, x, y, row_weight),
+            "rotate_forward": (x, angles.cos(), angles.sin()),
+        }.items():
+            call = getattr(pointwise, name)
+            mine, expected = call(*args), call.__wrapped__(*args)
+            torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    assert len(pointwise._kernels) == 7

@@ -13,7 +13,7 @@ from dstrain.parallel.dispatch import LocalDispatcher
 from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.policy import PRECISIONS
 from dstrain.train.bias import update_bias
-from dstrain.train.optimizer import AdamW
+from dstrain.train.optimizer import CHUNK, AdamW
 from dstrain.train.state import RunState, initialise, run_tensors
 from dstrain.train.step import Stepper
 
@@ -27,7 +27,9 @@ def make_optimizer(precision="fp64", **optim):
     return model, optimizer
 
 
-def test_ten_updates_equal_torch_adamw():
+@pytest.mark.parametrize("chunk", [1 << 17, 37], ids=["whole", "chunks"])
+def test_ten_updates_equal_torch_adamw(chunk, monkeypatch):
+    monkeypatch.setitem(CHUNK, "cpu", chunk)
     model, optimizer = make_optimizer()
     copies = {name: torch.nn.Parameter(s.parameter.detach().clone()) for name, s in optimizer.states.items()}
     groups = [

@@ -24,12 +24,12 @@ class RunConsole:
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn()
             self.live = Progress(*columns, console=self.console)
-            self.task = self.live.add_task("", total=total, completed=done)
+            self.bar = self.live.add_task("", total=total, completed=done)
             self.live.start()
 
     def step(self, metrics: dict, done: float, total: float) -> None:
         if self.live is not None:
-            self.live.update(self.task, completed=done, description=_line(metrics))
+            self.live.update(self.bar, completed=done, description=_line(metrics))
         if metrics["skipped"]:
             self.say(f"step {metrics['step']}: non-finite loss or gradient, skipped; weights stand still")
         elif metrics["step"] % self.log_every == 0 or done >= total:

@@ -1,11 +1,14 @@
 """Metric files and what the metrics say."""
 
+import io
 import json
 
 import pytest
 from helpers import make_config, metrics, run
+from rich.console import Console
 
 from dstrain.model.count import flops_per_token
+from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.jsonl import JsonLines
 from dstrain.train.bias import max_violation
 
@@ -64,3 +67,26 @@ def test_evaluation_counts_bits_over_the_bytes_of_the_predicted_text(tmp_path):
     assert record["heldout_bytes"] == corpus["heldout_bytes"]
     bits = record["heldout_tokens"] * math.log2(config.model.vocab_size)
     assert record["bits_per_byte"] == pytest.approx(bits / record["heldout_bytes"], rel=1e-6)
+
+
+ROW = dict(step=5, loss_main=8.3457, loss_mtp=[8.358], lr=2e-3, grad_norm=1.5, tokens_per_second=2807.0, mfu=0.23,
+           moe_max_violation=0.54, skipped=False)
+
+
+def on_a_terminal(columns: int) -> tuple[RunConsole, io.StringIO]:
+    console, screen = RunConsole(10), io.StringIO()
+    console.console = Console(file=screen, force_terminal=True, width=columns, highlight=False, soft_wrap=True)
+    return console, screen
+
+
+def test_an_evaluation_in_the_middle_of_the_steps_shows_its_own_bar_on_a_terminal():
+    console, screen = on_a_terminal(120)
+    console.begin(0, 10)
+    console.step(ROW, 5, 10)
+    with console.task("evaluation of 64 held-out sequences") as show:
+        show(1, 2)
+        console.live.refresh()
+    console.end()
+    with console.task("evaluation of the whole held-out text") as show:
+        show(1, 2)
+    assert "evaluation of 64 held-out sequences" in screen.getvalue()

@@ -161,7 +161,7 @@ class CheckpointConfig:
 
 @dataclass
 class TelemetryConfig:
-    log_every: int = 10  # steps between console lines where there is no live terminal
+    log_every: int = 10  # steps between console lines; a terminal shows every step in its bar
     peak_tflops: float | None = None  # of the device, for MFU; null: known by name, else measured
 
 

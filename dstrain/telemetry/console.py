@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 
 class RunConsole:
@@ -22,8 +23,7 @@ class RunConsole:
         """done, total: progress of the run in its own unit (steps or tokens)."""
         self.first, self.begun, self.last_printed = done, time.monotonic(), 0
         if self.console.is_terminal:
-            columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn()
-            self.live = Progress(*columns, console=self.console)
+            self.live = _progress(self.console)
             self.bar = self.live.add_task("", total=total, completed=done)
             self.live.start()
 
@@ -41,7 +41,7 @@ class RunConsole:
         """Something that may take long beside the steps: a bar on a terminal. Gives a function of (done, total)."""
         progress = self.live
         if self.console.is_terminal and progress is None:
-            progress = Progress(TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn(), console=self.console)
+            progress = _progress(self.console)
             progress.start()
         task = None if progress is None else progress.add_task(what, total=None)
         try:
@@ -56,6 +56,12 @@ class RunConsole:
         if self.live is not None:
             self.live.stop()
             self.live = None
+
+
+def _progress(console: Console) -> Progress:
+    """Bar and time left come first and whole: on a narrow terminal only the text behind them is cut."""
+    text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
+    return Progress(BarColumn(bar_width=20), TimeRemainingColumn(), text, console=console, expand=True)
 
 
 def _line(m: dict) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 from helpers import make_config, metrics, run
@@ -90,3 +91,14 @@ def test_an_evaluation_in_the_middle_of_the_steps_shows_its_own_bar_on_a_termina
     with console.task("evaluation of the whole held-out text") as show:
         show(1, 2)
     assert "evaluation of 64 held-out sequences" in screen.getvalue()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_bar_and_the_time_left_survive_a_narrow_terminal(columns):
+    console, screen = on_a_terminal(columns)
+    console.begin(0, 10)
+    console.step(ROW, 5, 10)
+    console.live.refresh()
+    console.end()
+    last = [line for line in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue()).splitlines() if line][-1]
+    assert re.match(r"[━╺╸]{20} [\d-]:[\d-]{2}:[\d-]{2} step 5  loss", last) and len(last) <= columns

@@ -92,7 +92,7 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     except RunFailure as failure:
         print(f"dstrain: {failure}", file=sys.stderr)
         return 1
-    report_end(console, folder, state, final, corpus)
+    report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
     return 0
 
 
@@ -182,10 +182,14 @@ def report_start(console, config, counts, precision, device, corpus, folder) -> 
     )
 
 
-def report_end(console: RunConsole, folder: RunFolder, state: RunState, final: dict | None, corpus: Corpus) -> None:
+def report_end(
+    console: RunConsole, word: str, folder: RunFolder, state: RunState, final: dict | None, corpus: Corpus
+) -> None:
     if final is not None and corpus.gzip_bits_per_byte is not None:
         console.say(
             f"held-out text: {final['bits_per_byte']:.3f} bits per byte "
             f"(gzip -9 {corpus.gzip_bits_per_byte:.3f}, xz -9 {corpus.xz_bits_per_byte:.3f} on the same files)"
         )
-    console.say(f"done: {state.step} steps, {state.tokens:,} tokens, {state.skipped} skipped; everything is in {folder.path}")
+    console.say(
+        f"{word}: {state.step} steps, {state.tokens:,} tokens, {state.skipped} skipped; everything is in {folder.path}"
+    )

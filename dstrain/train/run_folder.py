@@ -31,6 +31,7 @@ class RunFolder:
         part = self.path / "status.json.part"
         with part.open("w") as file:
             json.dump({"status": status, **details, "time": time.time()}, file, indent=1)
+            file.write("\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, self.path / "status.json")

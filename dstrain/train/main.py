@@ -173,12 +173,14 @@ def resume(
 def report_start(console, config, counts, precision, device, corpus, folder) -> None:
     asked = "" if config.precision.name != "auto" else f" (auto: {device.type} has {'' if precision.name == 'bf16' else 'no '}BF16 instructions)"
     depth = config.model.num_nextn_predict_layers
+    mtp = f", MTP depth {depth} adds {counts.total - counts.main:,}" if depth else ""
+    end = f"{config.schedule.tokens:,.0f} tokens" + (f" or step {config.run.steps}" if config.run.steps is not None else "")
     console.say(
-        f"model {config.model.name}: {counts.total:,} parameters, {counts.activated:,} activated per token, MTP depth {depth}\n"
+        f"model {config.model.name}: {counts.main:,} parameters, {counts.activated:,} activated per token{mtp}\n"
         f"precision {precision.name}{asked}, device {device.type}, {torch.get_num_threads()} threads\n"
         f"data {corpus.name}: {corpus.train_tokens:,} training tokens, {corpus.heldout_tokens:,} held out\n"
         f"batch {config.batch.sequences} x {config.data.sequence_length} tokens in micro-batches of {config.batch.micro_sequences}\n"
-        f"run folder {folder.path}"
+        f"run until {end}, in {folder.path}"
     )
 
 

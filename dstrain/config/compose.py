@@ -30,7 +30,7 @@ from dstrain.config.build import (
     show,
     unknown_key,
 )
-from dstrain.config.errors import InputError, nearest
+from dstrain.config.errors import InputError
 from dstrain.config.schema import GenerateConfig, TrainConfig
 
 COMMANDS = {"train": TrainConfig, "generate": GenerateConfig}
@@ -158,7 +158,7 @@ def _parse(schema: type, choices: dict[str, list[str]], text: str) -> Override:
     fields = [field.name for field in dataclasses.fields(schema)]
     if key in choices and not (key in fields and value.startswith("{")):  # {…} gives keys, it does not choose a file
         if value not in choices[key] and (key, value) != ("recipe", "null"):
-            raise InputError(f"unknown choice {key}={value}{nearest(value, choices[key])}")
+            raise InputError(f"unknown choice {key}={value} (valid: {', '.join(choices[key])})")
         return Override(key, value, is_group=True)
     if key == "run" and key in fields:
         raise InputError("run: give its keys one by one, as in run.steps=10; not all of them are remembered with a run")

@@ -205,5 +205,5 @@ class GenerateConfig:
     top_k: int | None = None  # null: all
     seed: int = 0
     echo: bool = False  # print the prompt before the continuation
-    precision: str = "auto"
-    device: str = "auto"
+    precision: str = "auto"  # auto | fp32 | bf16 | fp64
+    device: str = "auto"  # auto | cpu | cuda

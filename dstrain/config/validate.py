@@ -21,6 +21,12 @@ from dstrain.config.schema import (
 PRECISIONS = ("auto", "fp32", "bf16", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
 SHAPES = ("constant", "linear", "cosine")
+LARGEST_SEED = 2**64 - 1  # of torch's generators
+MOST_THREADS = 4096  # more than any machine has; torch crashes at what it cannot start
+LARGEST_SIZE = 2**20  # of a width; with LARGEST_COUNT of them the bytes of a matrix still fit into 64 bits
+LARGEST_COUNT = 2**16  # of heads and experts
+MOST_LAYERS = 4096
+LARGEST_BATCH = 2**20  # sequences, whose tokens of one step lie in memory
 NAME_BYTES = 200  # a file system's 255, less what is put before or after the name
 
 
@@ -72,22 +78,25 @@ def _run(run: RunConfig) -> None:
     check_run_name(run.name)
     if not run.dir or "\0" in run.dir:
         raise InputError(f"run.dir: {run.dir!r} is not a folder; valid: a path, as in run.dir=runs")
-    _at_least("run.seed", run.seed, 0)
+    _from_to("run.seed", run.seed, 0, LARGEST_SEED)
     if run.steps is not None:
         _at_least("run.steps", run.steps, 1, "null (the schedule's tokens) or at least 1")
     _one_of("run.device", run.device, DEVICES)
     if run.threads is not None:
-        _at_least("run.threads", run.threads, 1, "null (one per core) or at least 1")
+        _from_to("run.threads", run.threads, 1, MOST_THREADS, "null (one per core) or ")
 
 
 def _model(model: ModelConfig) -> None:
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-                "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-                "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group",
-                "max_position_embeddings"):
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank",
+                "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        _from_to(f"model.{key}", getattr(model, key), 1, LARGEST_SIZE)
+    for key in ("num_attention_heads", "n_routed_experts", "n_shared_experts"):
+        _from_to(f"model.{key}", getattr(model, key), 1, LARGEST_COUNT)
+    for key in ("num_experts_per_tok", "n_group", "topk_group", "max_position_embeddings"):
         _at_least(f"model.{key}", getattr(model, key), 1)
+    _from_to("model.num_hidden_layers", model.num_hidden_layers, 1, MOST_LAYERS)
     if model.q_lora_rank is not None:
-        _at_least("model.q_lora_rank", model.q_lora_rank, 1, "null (a plain query projection) or at least 1")
+        _from_to("model.q_lora_rank", model.q_lora_rank, 1, LARGEST_SIZE, "null (a plain query projection) or ")
     for key in ("routed_scaling_factor", "rope_theta", "rms_norm_eps"):
         _positive(f"model.{key}", getattr(model, key))
     _at_least("model.initializer_range", model.initializer_range, 0)
@@ -123,7 +132,7 @@ def _router(model: ModelConfig) -> None:
 
 def _mtp(model: ModelConfig) -> None:
     depth, weights = model.num_nextn_predict_layers, model.mtp_depth_weights
-    _at_least("model.num_nextn_predict_layers", depth, 0)
+    _from_to("model.num_nextn_predict_layers", depth, 0, MOST_LAYERS)
     if weights is None:
         return
     if len(weights) != depth or not weights:
@@ -164,7 +173,7 @@ def _data(data: DataConfig, model: ModelConfig) -> None:
 
 
 def _batch(batch: BatchConfig) -> None:
-    _at_least("batch.sequences", batch.sequences, 1)
+    _from_to("batch.sequences", batch.sequences, 1, LARGEST_BATCH)
     _at_least("batch.micro_sequences", batch.micro_sequences, 1)
     sizes = {"batch.sequences": batch.sequences}
     if batch.ramp is not None:
@@ -241,7 +250,7 @@ def _generate(config: GenerateConfig) -> None:
         raise InputError(f"top_p={config.top_p}: must be from 0 to 1")
     if config.top_k is not None:
         _at_least("top_k", config.top_k, 1, "null (all) or at least 1")
-    _at_least("seed", config.seed, 0)
+    _from_to("seed", config.seed, 0, LARGEST_SEED)
     _one_of("precision", config.precision, PRECISIONS)
     _one_of("device", config.device, DEVICES)
 
@@ -249,6 +258,11 @@ def _generate(config: GenerateConfig) -> None:
 def _at_least(key: str, value: float, least: float, valid: str = "") -> None:
     if not value >= least or value == math.inf:
         raise InputError(f"{key}={value}: must be {valid or f'at least {least}'}")
+
+
+def _from_to(key: str, value: int, least: int, most: int, valid: str = "") -> None:
+    if not least <= value <= most:
+        raise InputError(f"{key}={value}: must be {valid}at least {least} and at most {most}")
 
 
 def _positive(key: str, value: float) -> None:

@@ -165,6 +165,9 @@ def _data(data: DataConfig, model: ModelConfig) -> None:
                          f"model.rope_scaling.factor={yarn.factor:g} times "
                          f"original_max_position_embeddings={yarn.original_max_position_embeddings}")
     _at_least("data.vocab_size", data.vocab_size, 1)
+    for key in ("text", "pattern", "train", "heldout", "tokenizer", "cache"):
+        if getattr(data, key) == "":  # a path of no letters means the current folder, and an unset variable, never that
+            raise InputError(f"data.{key} is empty: give it a value, or leave it out")
     if data.text is not None and data.train is not None:
         raise InputError(f"data.text={data.text} and data.train={data.train}: only one of them can be given, "
                          "text or ready token files")

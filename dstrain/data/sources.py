@@ -68,6 +68,8 @@ def open_source(text: str | None, pattern: str) -> TextSource:
     path = Path(text).expanduser()
     if not path.exists():
         raise InputError(f"data.text={text}: no such file or folder; a UTF-8 text file or a folder of them is needed")
+    if not path.is_dir() and not path.is_file():  # a pipe or a device may never end, and is read more than once
+        raise InputError(f"data.text={text}: neither a file nor a folder; write what comes from there into a file")
     return _folder(path, pattern) if path.is_dir() else _file(path)
 
 
@@ -181,7 +183,10 @@ def heldout_cut(data: bytes) -> int:
 def _folder(root: Path, pattern: str) -> TextSource:
     if not pattern:
         raise InputError("data.pattern is empty; a pattern of file names is needed, such as '*' or '*.txt'")
-    names = [relative for relative in walk_files(root) if relative.match(pattern)]
+    try:
+        names = [relative for relative in walk_files(root) if relative.match(pattern)]
+    except ValueError:
+        raise InputError(f"data.pattern={pattern!r} names no files; valid: a pattern such as '*' or '*.txt'") from None
     if not names:
         raise InputError(f"data.text={root}: no file matches data.pattern={pattern!r} (hidden ones do not count)")
     reader = _Reader()

@@ -57,6 +57,8 @@ IMPOSSIBLE = [
     ({"run.seed": 2**64}, "run.seed=18446744073709551616: must be at least 0 and at most 18446744073709551615"),
     ({"run.threads": 10**6}, "run.threads=1000000: must be null (one per core) or at least 1 and at most 4096"),
     ({"batch.sequences": 10**12}, "batch.sequences=1000000000000: must be at least 1 and at most 1048576"),
+    ({"data.text": ""}, "data.text is empty"),
+    ({"data.cache": ""}, "data.cache is empty"),
     ({"model.rope_theta": 0}, "model.rope_theta=0.0: must be above 0"),
     ({"model.rms_norm_eps": 0}, "model.rms_norm_eps=0.0: must be above 0"),
     ({"model.routed_scaling_factor": -1}, "model.routed_scaling_factor=-1.0"),

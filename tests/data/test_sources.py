@@ -155,9 +155,15 @@ def test_text_that_cannot_be_used_is_an_input_error_that_names_it(tmp_path):
             open_source(str(tmp_path / name), "*")
         assert words in str(error.value) and name in str(error.value) and "\n" not in str(error.value)
     fill(tmp_path / "folder", ["a.txt"])
-    for pattern, words in (("*.md", "'\\*.md'"), ("", "empty")):
+    for pattern, words in (("*.md", "'\\*.md'"), ("", "empty"), (".", "names no files")):
         with pytest.raises(InputError, match=words):
             open_source(str(tmp_path / "folder"), pattern)
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="neither a file nor a folder"):
+        open_source(str(tmp_path / "pipe"), "*")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -1,5 +1,6 @@
 """`dstrain generate`: continue a prompt, streamed to standard output; everything else goes to standard error."""
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ from dstrain.parallel.dispatch import LocalDispatcher
 
 def generate(config: GenerateConfig) -> int:
     """Print the continuation of the prompt. -> the exit code."""
+    if sys.stdout is None:  # closed by whoever started us
+        raise InputError("standard output is closed: the text has nowhere to go")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as the prompt is read, whatever the locale
+        sys.stdout.reconfigure(encoding="utf-8")
     prompt = read_prompt(config)
     loaded = load_model(config.checkpoint, config.precision, pick_device(config.device, "device"), _report)
     ids = loaded.tokenizer.encode_prompt(prompt)
@@ -46,7 +51,7 @@ def continuation(loaded: Loaded, ids: list[int], limit: int, config: GenerateCon
     model, tokenizer = loaded.model, loaded.tokenizer
     decoder = Decoder(model, LocalDispatcher(), sequences=1, capacity=len(ids) + limit)
     generator = torch.Generator().manual_seed(config.seed)
-    temperature = torch.tensor([config.temperature], device=model.device)
+    temperature = torch.tensor([config.temperature], dtype=torch.float64, device=model.device)
     new = torch.tensor([ids], device=model.device)
     for _ in range(limit):
         logits = decoder.advance(new)
@@ -62,7 +67,7 @@ def read_prompt(config: GenerateConfig) -> str:
     """The prompt given, or all of standard input without its last line end."""
     if config.prompt is not None:
         return config.prompt
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():  # None: closed by whoever started us
         raise InputError("no prompt: give prompt='...' or pipe text in")
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")

@@ -12,7 +12,8 @@ def distribution(logits: torch.Tensor, temperature: torch.Tensor, top_p: float, 
     logits = logits.double()
     greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     hot = temperature > 0
-    scaled = logits / torch.where(hot, temperature, 1.0).double().unsqueeze(-1)
+    # Below the largest logit, so that no temperature, however small, makes infinities of the others' rank.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(hot, temperature, 1.0).double().unsqueeze(-1)
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
     if top_k is not None:

@@ -1,6 +1,8 @@
 """`dstrain generate` on a run trained in the test."""
 
 import io
+import os
+import subprocess
 import sys
 
 import pytest
@@ -83,3 +85,17 @@ def test_a_corrupt_newest_checkpoint_falls_back_loudly_and_is_left_where_it_is(c
     code, _, err = generate(capsys, folder, "prompt=a", "max_tokens=2")
     assert code == 0 and "CORRUPT" in err and "step-00000004" in err
     assert file.exists()
+
+
+def test_text_leaves_as_utf_8_in_a_locale_that_knows_only_ascii(trained):
+    command = [sys.executable, "-m", "dstrain", "generate", f"checkpoint={trained}", "max_tokens=1", "echo=true"]
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, input="é😀".encode(), capture_output=True, env=plain)
+    assert done.returncode == 0 and done.stdout.startswith("é😀".encode()), done.stderr
+
+
+def test_closed_standard_streams_are_one_line(trained):
+    command = f"{sys.executable} -m dstrain generate checkpoint={trained} max_tokens=1"
+    for closed, said in ((">&- prompt=a", "standard output is closed"), ("<&-", "no prompt")):
+        done = subprocess.run(["bash", "-c", f"{command} {closed}"], capture_output=True, text=True)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1

@@ -25,6 +25,14 @@ def test_extremes_always_leave_a_token():
     torch.testing.assert_close(distribution(LOGITS, WARM, 1.0, 1000)[0].float(), LOGITS[0].exp(), rtol=1e-6, atol=0)
 
 
+def test_no_temperature_is_too_hot_or_too_cold():
+    logits = torch.cat([LOGITS, torch.full((1, 1), -torch.inf)], dim=1)  # an id that the tokenizer has not
+    hot = distribution(logits, torch.tensor([1e300], dtype=torch.float64), 1.0, None)
+    torch.testing.assert_close(hot, torch.tensor([[0.25, 0.25, 0.25, 0.25, 0]], dtype=torch.float64))
+    cold = distribution(logits, torch.tensor([1e-320], dtype=torch.float64), 1.0, None)
+    assert cold.tolist() == [[0, 1, 0, 0, 0]]
+
+
 def test_temperature_0_is_argmax_beside_a_sampled_row_and_ties_go_to_the_first():
     logits = torch.tensor([[1.0, 5.0, 5.0], [0.0, 0.0, 0.0]])
     probs = distribution(logits, torch.tensor([0.0, 1.0]), 1.0, None)

@@ -5,6 +5,7 @@ the command does not handle it. Nothing heavy is imported before it is needed, s
 """
 
 import dataclasses
+import errno
 import inspect
 import json
 import os
@@ -61,6 +62,14 @@ def main(argv: list[str] | None = None) -> int:
         # the reader of our output has gone (| head): no failure of ours; keep Python from complaining at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            traceback.print_exc()
+        else:
+            where = f" ({error.filename})" if error.filename else ""
+            line = f"stopped: {error.strerror.lower()}{where}; make room and give the same command again"
+            print(f"dstrain: {line}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("dstrain: interrupted", file=sys.stderr)
         return 130

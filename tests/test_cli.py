@@ -1,6 +1,7 @@
 """cli.py: commands, help and exit codes (DESIGN §6: 0 done, 2 bad input in one line, 1 a failure in the run)."""
 
 import dataclasses
+import errno
 import subprocess
 import sys
 import types
@@ -89,6 +90,13 @@ def test_failure_in_the_run_is_exit_code_1_with_its_traceback(monkeypatch, capsy
     assert main(["train"]) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err and "RuntimeError: no disk space" in err
+
+
+def test_full_disk_in_the_run_is_exit_code_1_with_one_line(monkeypatch, capsys):
+    failing(monkeypatch, OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl"))
+    assert main(["train"]) == 1
+    err = capsys.readouterr().err
+    assert "no space left on device (runs/x/metrics.jsonl)" in err and err.count("\n") == 1
 
 
 def test_interrupt_is_exit_code_130(monkeypatch, capsys):

@@ -30,7 +30,9 @@ FORMAT = 1  # raise it whenever the same text and settings would give other file
 BATCH_BYTES = 8 << 20  # of text encoded at once
 CHECKED_TOKENS = 64_000_000  # token files up to this are checked whole when they are opened
 ABANDONED_SECONDS = 24 * 3600  # a build folder older than this belongs to no running build
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+UNWRITABLE = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST,
+}  # fmt: skip
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,15 +22,20 @@ class JsonLines:
         self.file = path.open("a")
 
     def write(self, record: dict) -> None:
-        self.file.write(json.dumps(_finite(record)) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(_finite(record)) + "\n")
+            self.file.flush()
+        except OSError as error:
+            error.filename = str(self.path)  # the system does not say which file
+            raise
 
     def records(self) -> list[dict]:
         """Everything written so far, by earlier starts of the run too."""
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
     def close(self) -> None:
-        self.file.close()
+        with suppress(OSError):  # what cannot be written has been an error of `write` already
+            self.file.close()
 
 
 def _step(line: str) -> int:

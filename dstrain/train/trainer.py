@@ -1,6 +1,7 @@
 """The training loop: steps, metrics, evaluations, checkpoints, and a clean end whatever ends it."""
 
 import time
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -88,7 +89,8 @@ class Trainer:
             self.console.end()
             self.store.wait()
             reason = str(error) if isinstance(error, RunFailure) else f"{type(error).__name__}: {error}"
-            folder.write_status("failed", step=state.step, tokens=state.tokens, reason=reason)
+            with suppress(OSError):  # on a full disk there is no status, but the reason must come through
+                folder.write_status("failed", step=state.step, tokens=state.tokens, reason=reason)
             raise
         finally:
             metrics_file.close()

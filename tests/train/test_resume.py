@@ -1,5 +1,6 @@
 """A run that is interrupted and started again equals the unbroken one, bit for bit."""
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import yaml
 from helpers import make_config, metrics, run, status
 
 from dstrain.checkpoint.tensors import load_tensors, tensor_names
+from dstrain.telemetry.jsonl import JsonLines
+from dstrain.train.run_folder import RunFolder
 
 TIMES = ("step_time", "tokens_per_second", "mfu")
 
@@ -175,3 +178,16 @@ def test_two_processes_cannot_share_a_run_folder(tmp_path):
     with pytest.raises(InputError, match="in use by another process"):
         run(make_config(tmp_path))
     del held
+
+
+def test_a_full_disk_ends_the_run_with_its_reason_even_where_no_status_can_be_written(tmp_path, monkeypatch):
+    def full(reason):
+        def fail(*_, **__):
+            raise OSError(errno.ENOSPC, reason)
+
+        return fail
+
+    monkeypatch.setattr(JsonLines, "write", full("metrics"))
+    monkeypatch.setattr(RunFolder, "write_status", full("status"))
+    with pytest.raises(OSError, match="metrics"):
+        run(make_config(tmp_path))

@@ -56,7 +56,8 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     store = CheckpointStore(
         folder.path / "checkpoints", config.checkpoint.keep, lambda step, line: console.say(f"WARNING: {line}")
     )
-    store.check_space(checkpoint_bytes(config, counts, precision))
+    with folder.keeping_status():
+        store.check_space(checkpoint_bytes(config, counts, precision))
     report_start(console, config, counts, precision, device, corpus, folder)
 
     torch.manual_seed(config.run.seed)
@@ -64,12 +65,13 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
         model = Model(config.model, precision.compute)
     attach_main_grads(model, precision.main)
     optimizer = AdamW(model, config.optim, precision)
-    checkpoint = store.open_newest(console.say)
     state = RunState()
-    if checkpoint is None:
-        initialise(model, optimizer, config.run.seed)
-    else:
-        state = resume(console, checkpoint, config, plain, corpus, model, optimizer)
+    with folder.keeping_status():
+        checkpoint = store.open_newest(console.say)
+        if checkpoint is None:
+            initialise(model, optimizer, config.run.seed)
+        else:
+            state = resume(console, checkpoint, config, plain, corpus, model, optimizer)
     save_run_config(folder.path, plain, overrides)
 
     stepper = Stepper(config, model, optimizer, LocalDispatcher(), CheckedStream(stream, config.model, corpus))

@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dstrain.config.errors import InputError
@@ -24,7 +26,20 @@ class RunFolder:
         except OSError:
             raise InputError(f"run folder {path} is in use by another process; wait for it or choose another run.name") from None
         # A killed process must not leave the status of an earlier one.
-        (path / "status.json").unlink(missing_ok=True)
+        status = path / "status.json"
+        self._former = status.read_bytes() if status.exists() else None
+        status.unlink(missing_ok=True)
+
+    @contextmanager
+    def keeping_status(self) -> Iterator[None]:
+        """What is refused in here (InputError) has done nothing to the run: its status stays what it was."""
+        try:
+            yield
+        except InputError:
+            if self._former is not None:
+                with suppress(OSError):
+                    (self.path / "status.json").write_bytes(self._former)
+            raise
 
     def write_status(self, status: str, **details) -> None:
         """status: finished | interrupted | failed. Written whole or not at all, before the process exits."""

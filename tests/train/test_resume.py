@@ -155,6 +155,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(tmp_path):
     write_text(tmp_path / "other.txt", seed=1)
     with pytest.raises(InputError, match="other data"):
         run(make_config(tmp_path, f"data.text={tmp_path / 'other.txt'}"))
+    assert status(config)["status"] == "finished"  # of the run that is there, which the refused starts did not touch
     assert run(make_config(tmp_path, "run.steps=7")) == 0
 
 

@@ -39,6 +39,9 @@ OVERRIDES_FILE = "overrides.json"
 # They say which folder is meant and how far to go this time, not what the run is.
 NEVER_REMEMBERED = ("run.name", "run.dir", "run.steps")
 
+# Paths: a shell leaves the ~ of run.dir=~/runs as it is, and a folder called "~" is a trap.
+PATHS = ("run.dir", "data.text", "data.train", "data.heldout", "data.tokenizer", "data.cache", "checkpoint")
+
 
 @dataclasses.dataclass(frozen=True)
 class Override:
@@ -165,7 +168,7 @@ def _parse(schema: type, choices: dict[str, list[str]], text: str) -> Override:
     if key.split(".")[0] not in fields:
         raise InputError(unknown_key(key, sorted({*fields, *choices}), all_keys(schema)))
     key_type(schema, key)
-    return Override(key, value, is_group=False)
+    return Override(key, os.path.expanduser(value) if key in PATHS else value, is_group=False)
 
 
 def _build(command: str, overrides: list[Override]) -> TrainConfig | GenerateConfig:

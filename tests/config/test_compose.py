@@ -74,6 +74,15 @@ def test_prompt_arrives_literally(text):
     assert compose("generate", ["checkpoint=runs/x", f"prompt={text}"])[0].prompt == text
 
 
+def test_home_is_found_in_every_path_and_a_prompt_keeps_its_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    config, _, kept = compose("train", ["run.dir=~/runs", "data.cache=~/cache", "run.name=~x"])
+    assert (config.run.dir, config.data.cache, config.run.name) == ("/home/someone/runs", "/home/someone/cache", "~x")
+    assert kept == ["data.cache=/home/someone/cache"]
+    config, _, _ = compose("generate", ["checkpoint=~/runs/x", "prompt=~/y"])
+    assert (config.checkpoint, config.prompt) == ("/home/someone/runs/x", "~/y")
+
+
 def test_null_unsets_a_key_that_can_be_unset():
     assert compose("generate", ["checkpoint=x", "prompt=null", "top_k=null"])[0].prompt is None
     assert train("run.steps=null").run.steps is None

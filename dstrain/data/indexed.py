@@ -94,6 +94,8 @@ class IndexedDataset:
             raise InputError(f"{path}: corrupt: negative sequence length or byte position found, expected 0 or more")
         if len(lengths) and np.any(pointers % itemsize):
             raise InputError(f"{path}: corrupt: a byte position is no multiple of the {itemsize} bytes of a token id")
+        if len(lengths) and pointers.max() > 2**62:  # the sum below would overflow
+            raise InputError(f"{path}: corrupt: byte position {pointers.max()} found, {bin_size} bytes are there")
         expected = int((pointers + lengths.astype(np.int64) * itemsize).max()) if len(lengths) else 0
         if bin_size != expected:
             raise InputError(f"{self.bin_path}: {bin_size} bytes found, expected {expected} from {path.name}")

@@ -124,6 +124,7 @@ def put(end, offset, form, value):
         (put("idx", 34, "<i", -3), ["a.idx", "negative"]),
         (put("idx", 54, "<q", -4), ["a.idx", "negative"]),
         (put("idx", 86, "<q", 402), ["a.idx", "multiple of the 4 bytes"]),
+        (put("idx", 86, "<q", 2**63 - 8), ["a.idx", "428 bytes", "9223372036854775800"]),
         (put("idx", 94, "<q", 1), ["a.idx", "document index"]),
         (put("idx", 94 + 16, "<q", 5), ["a.idx", "document index"]),
         (put("idx", 94 + 40, "<q", 9), ["a.idx", "document index"]),

@@ -126,9 +126,11 @@ class Trainer:
             return None
         record = {"step": self.state.step, "tokens": self.state.tokens, **result}
         self.eval_file.write(record)
+        bits = result["bits_per_byte"]  # None where the held-out tokens are control tokens alone
         self.console.say(
             f"step {self.state.step}  evaluation of {size}: loss {result['loss']:.4f}, "
-            f"{result['bits_per_byte']:.4f} bits per byte, {time.perf_counter() - begin:.1f} s"
+            + ("" if bits is None else f"{bits:.4f} bits per byte, ")
+            + f"{time.perf_counter() - begin:.1f} s"
         )
         return record
 

@@ -15,7 +15,9 @@ class JsonLines:
         self.path = path
         lines = []
         if path.exists():
-            lines = [line for line in path.read_text().splitlines() if 0 <= _step(line) <= resume_step]
+            # a crash of the machine can leave any bytes in the lines that it tore
+            text = path.read_text(encoding="utf-8", errors="replace")
+            lines = [line for line in text.splitlines() if 0 <= _step(line) <= resume_step]
         part = path.with_suffix(".part")
         part.write_text("".join(line + "\n" for line in lines))
         os.replace(part, path)

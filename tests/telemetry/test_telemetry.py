@@ -53,6 +53,13 @@ def test_non_finite_numbers_are_null_and_later_lines_go_on_resume(tmp_path):
     ]
 
 
+def test_bytes_that_are_no_text_cost_their_own_line_only(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st\xff\xfe\0\0\n{"step": 2}\n')
+    JsonLines(path, 2).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 def test_evaluation_counts_bits_over_the_bytes_of_the_predicted_text(tmp_path):
     """A model of equal logits spends log2(vocab) bits on each of the held-out tokens."""
     import math

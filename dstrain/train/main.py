@@ -69,6 +69,8 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     with folder.keeping_status():
         checkpoint = store.open_newest(console.say)
         if checkpoint is None:
+            if (folder.path / "metrics.jsonl").exists():
+                console.say(f"WARNING: {store.root} holds no checkpoint, this run starts from the beginning")
             initialise(model, optimizer, config.run.seed)
         else:
             state = resume(console, checkpoint, config, plain, corpus, model, optimizer)

@@ -40,6 +40,8 @@ CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # how the name of an added toke
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Longer texts are encoded in parts: the library needs some hundred bytes of memory a character.
 PIECE_CHARACTERS = 1 << 20
+# A word's time in training grows with the square of its length, and a genome or a ruler line can be one word.
+LONG_WORD = re.compile(r"\S{8192}(?=\S)|\s{8192}(?=\s)")
 
 
 def check_vocab_size(vocab_size: int) -> None:
@@ -59,6 +61,15 @@ def text_pieces(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
         start = end
     if start < len(text) or not text:
         yield text[start:]
+
+
+def short_words(text: str) -> Iterator[str]:
+    """Cut a text inside words of thousands of characters; joined the pieces are the text."""
+    start = 0
+    for found in LONG_WORD.finditer(text):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -155,7 +166,8 @@ class Tokenizer:
             special_tokens=SPECIAL_TOKENS,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
-        library.train_from_iterator((piece for text in texts for piece in text_pieces(text)), trainer)
+        pieces = (piece for text in texts for part in text_pieces(text) for piece in short_words(part))
+        library.train_from_iterator(pieces, trainer)
         return cls(library.to_str(), "trained tokenizer")
 
     def save(self, path: str | Path) -> None:

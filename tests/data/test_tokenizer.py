@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from dstrain.config.errors import InputError
 from dstrain.data import tokenizer as module
-from dstrain.data.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, Tokenizer, text_pieces
+from dstrain.data.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, Tokenizer, short_words, text_pieces
 
 TEXT = "def area(a, b):\n    return a * b\n\n\nclass Shape:\n    def name(self):\n        pass  # é\n" * 20
 
@@ -280,3 +280,11 @@ def test_unusable_tokenizers_are_refused_in_one_line(tmp_path):
 def test_training_on_little_text_gives_fewer_tokens():
     """No pair occurs twice: 8 special tokens and 256 bytes remain."""
     assert Tokenizer.train(["ab"], 1000).vocab_size == 264
+
+
+def test_endless_words_are_cut_for_training_and_other_texts_are_not():
+    genome = "ACGT" * 5000
+    assert "".join(short_words(f"a\n{genome}\n{' ' * 20000}")) == f"a\n{genome}\n{' ' * 20000}"
+    assert max(map(len, short_words(genome))) == 8192 and list(short_words(TEXT)) == [TEXT]
+    tokenizer = Tokenizer.train([genome], 300)
+    assert tokenizer.decode(tokenizer.encode_document(genome)) == genome

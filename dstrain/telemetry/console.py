@@ -1,18 +1,50 @@
 """What a person watches: a live progress bar on a terminal, a line every few steps elsewhere."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 
+class LastingOutput:
+    """Standard output for as long as it works: a reader that leaves (| head) or a full disk must not end a run."""
+
+    def __init__(self, file: TextIO):
+        self.file = file
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
+
+    def write(self, text: str) -> int:
+        with self._lasting():
+            self.file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lasting():
+            self.file.flush()
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # what is buffered goes nowhere too, else Python complains at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            with suppress(OSError):
+                print(f"dstrain: standard output is gone ({error.strerror}); going on without it", file=sys.stderr)
+
+
 class RunConsole:
     def __init__(self, log_every: int):
-        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        file = LastingOutput(sys.stdout) if sys.stdout is not None else None  # None: closed by whoever started us
+        self.console = Console(file=file, highlight=False, soft_wrap=True)
         self.log_every = log_every
         self.live = None
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from helpers import make_config, metrics, run
 from rich.console import Console
 
 from dstrain.model.count import flops_per_token
-from dstrain.telemetry.console import RunConsole
+from dstrain.telemetry.console import LastingOutput, RunConsole
 from dstrain.telemetry.jsonl import JsonLines
 from dstrain.train.bias import max_violation
 
@@ -34,6 +35,16 @@ def test_every_step_has_the_contracts_keys_and_the_loss_is_their_sum(tmp_path):
         assert row["tokens_per_second"] == pytest.approx(64 / row["step_time"], rel=1e-9)
         flops = row["tokens_per_second"] * flops_per_token(config.model, 16)
         assert row["mfu"] == pytest.approx(flops / 1e12, rel=1e-9)  # telemetry.peak_tflops=1.0
+
+
+def test_printing_outlives_the_reader_of_the_output():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as output:
+        print("into nothing", file=LastingOutput(output), flush=True)
+        console = Console(file=LastingOutput(output))
+        console.print("line")
+        console.print("another")
 
 
 def test_max_violation_is_the_worst_layers_largest_load_over_its_mean():

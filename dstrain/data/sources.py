@@ -180,6 +180,10 @@ def heldout_cut(data: bytes) -> int:
     return cut
 
 
+def _size(part: TextPart) -> int:
+    return part.end - part.start
+
+
 def _folder(root: Path, pattern: str) -> TextSource:
     if not pattern:
         raise InputError("data.pattern is empty; a pattern of file names is needed, such as '*' or '*.txt'")
@@ -201,7 +205,9 @@ def _folder(root: Path, pattern: str) -> TextSource:
     # A file's side depends on its own name, so adding files moves no other one.
     order = sorted(parts, key=lambda part: stable_hash(part.name))
     held = [part for part in order if stable_hash(part.name) < HELDOUT_FRACTION * 2**64] or order[:1]
-    held = {part.name for part in held[: len(parts) - 1]}
+    if 2 * sum(map(_size, held)) > sum(map(_size, parts)):  # a folder of few files: most of the text is for training
+        held = [min(parts, key=_size)]
+    held = {part.name for part in held}
     train = [part for part in parts if part.name not in held]
     return reader.source(root.resolve().name, train, [part for part in parts if part.name in held])
 

@@ -49,15 +49,18 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     tokenizer = Tokenizer.load(corpus.tokenizer)
     check_tokenizer(tokenizer, corpus, config.model)
     depth, length = config.model.num_nextn_predict_layers, config.data.sequence_length
+    check_length(config, corpus, length + 1 + depth)
     stream = SampleStream(IndexedDataset(corpus.train), config.run.seed, length, depth)
-    windows = EvalWindows(IndexedDataset(corpus.heldout), length, depth) if corpus.heldout else None
+    stream = Checked(stream, config.model, corpus.train)
+    windows = None
+    if corpus.heldout:
+        windows = Checked(EvalWindows(IndexedDataset(corpus.heldout), length, depth), config.model, corpus.heldout)
 
     folder = RunFolder(Path(config.run.dir) / config.run.name)
     store = CheckpointStore(
         folder.path / "checkpoints", config.checkpoint.keep, lambda step, line: console.say(f"WARNING: {line}")
     )
-    with folder.keeping_status():
-        store.check_space(checkpoint_bytes(config, counts, precision))
+    store.check_space(checkpoint_bytes(config, counts, precision))
     report_start(console, config, counts, precision, device, corpus, folder)
 
     torch.manual_seed(config.run.seed)
@@ -66,17 +69,17 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     attach_main_grads(model, precision.main)
     optimizer = AdamW(model, config.optim, precision)
     state = RunState()
-    with folder.keeping_status():
-        checkpoint = store.open_newest(console.say)
-        if checkpoint is None:
-            if (folder.path / "metrics.jsonl").exists():
-                console.say(f"WARNING: {store.root} holds no checkpoint, this run starts from the beginning")
-            initialise(model, optimizer, config.run.seed)
-        else:
-            state = resume(console, checkpoint, config, plain, corpus, model, optimizer)
+    checkpoint = store.open_newest(console.say)
+    if checkpoint is None:
+        if (folder.path / "metrics.jsonl").exists():
+            console.say(f"WARNING: {store.root} holds no checkpoint, this run starts from the beginning")
+        initialise(model, optimizer, config.run.seed)
+    else:
+        state = resume(console, checkpoint, config, plain, corpus, model, optimizer)
     save_run_config(folder.path, plain, overrides)
+    folder.clear_status()
 
-    stepper = Stepper(config, model, optimizer, LocalDispatcher(), CheckedStream(stream, config.model, corpus))
+    stepper = Stepper(config, model, optimizer, LocalDispatcher(), stream)
     peak, origin = config.telemetry.peak_tflops, "telemetry.peak_tflops"
     if peak is None:
         peak, origin = peak_tflops(device, precision.compute)
@@ -100,16 +103,29 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     return 0
 
 
-class CheckedStream:
-    """A sample stream whose ids are known to lie inside the model's vocabulary."""
+class Checked:
+    """Samples whose ids are known to lie inside the model's vocabulary."""
 
-    def __init__(self, stream: SampleStream, model: ModelConfig, corpus: Corpus):
-        self.stream, self.vocab_size, self.where = stream, model.vocab_size, corpus.train
+    def __init__(self, samples: SampleStream | EvalWindows, model: ModelConfig, where: str):
+        self.samples, self.vocab_size, self.where = samples, model.vocab_size, where
+
+    def __len__(self) -> int:
+        return len(self.samples)
 
     def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, documents = self.stream.batch(first, count)
+        tokens, documents = self.samples.batch(first, count)
         check_ids(tokens, self.vocab_size, self.where, first)
         return tokens, documents
+
+
+def check_length(config: TrainConfig, corpus: Corpus, needed: int) -> None:
+    """InputError that names the user's text where it is shorter than one sample."""
+    if corpus.train_tokens < needed:
+        source = f"data.train={config.data.train}" if config.data.train else f"data.text={config.data.text}"
+        raise InputError(
+            f"{source}: {corpus.train_tokens} training tokens, one sample needs {needed} (data.sequence_length="
+            f"{config.data.sequence_length} + 1 + MTP depth); give more text or a shorter sequence"
+        )
 
 
 def check_compiler(device: torch.device) -> None:
@@ -138,7 +154,7 @@ def check_memory(config: TrainConfig, counts: Counts, precision: Precision, devi
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:
         raise InputError(
-            f"model={config.model.name} does not fit: {counts.total:,} parameters need {need / 2**30:,.1f} GiB for weights, "
+            f"model={config.model.name} does not fit: {counts.total:,} parameters (MTP included) need {need / 2**30:,.1f} GiB for weights, "
             f"gradients and optimizer in {precision.name}, {device.type} has {have / 2**30:,.1f} GiB; take a smaller model"
         )
 
@@ -178,7 +194,7 @@ def report_start(console, config, counts, precision, device, corpus, folder) -> 
     asked = "" if config.precision.name != "auto" else f" (auto: {device.type} has {'' if precision.name == 'bf16' else 'no '}BF16 instructions)"
     depth = config.model.num_nextn_predict_layers
     mtp = f", MTP depth {depth} adds {counts.total - counts.main:,}" if depth else ""
-    end = f"{config.schedule.tokens:,.0f} tokens" + (f" or step {config.run.steps}" if config.run.steps is not None else "")
+    end = f"{config.schedule.tokens:,.0f} tokens" if config.run.steps is None else f"step {config.run.steps}"
     console.say(
         f"model {config.model.name}: {counts.main:,} parameters, {counts.activated:,} activated per token{mtp}\n"
         f"precision {precision.name}{asked}, device {device.type}, {torch.get_num_threads()} threads\n"

@@ -4,8 +4,6 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dstrain.config.errors import InputError
@@ -25,21 +23,10 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InputError(f"run folder {path} is in use by another process; wait for it or choose another run.name") from None
-        # A killed process must not leave the status of an earlier one.
-        status = path / "status.json"
-        self._former = status.read_bytes() if status.exists() else None
-        status.unlink(missing_ok=True)
 
-    @contextmanager
-    def keeping_status(self) -> Iterator[None]:
-        """What is refused in here (InputError) has done nothing to the run: its status stays what it was."""
-        try:
-            yield
-        except InputError:
-            if self._former is not None:
-                with suppress(OSError):
-                    (self.path / "status.json").write_bytes(self._former)
-            raise
+    def clear_status(self) -> None:
+        """Called once the run really starts: a refused start has done nothing to it, a killed one leaves no status."""
+        (self.path / "status.json").unlink(missing_ok=True)
 
     def write_status(self, status: str, **details) -> None:
         """status: finished | interrupted | failed. Written whole or not at all, before the process exits."""

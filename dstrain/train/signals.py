@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C finish the step that runs; a second one stops at once."""
+"""SIGTERM, Ctrl-C and a closed terminal finish the step that runs; a second signal stops at once."""
 
 import os
 import signal
@@ -11,7 +11,10 @@ class StopSignals:
         self.received: str | None = None
 
     def __enter__(self) -> "StopSignals":
-        self._former = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        # What was started with a signal ignored (nohup, a background job of a script) goes on ignoring it.
+        numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        self._former = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *_) -> None:

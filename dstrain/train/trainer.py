@@ -101,8 +101,8 @@ class Trainer:
         return done >= total
 
     def progress(self) -> tuple[float, float]:
-        """Done and total: in steps when run.steps ends the run, else in tokens."""
-        if self.config.run.steps is not None and self.state.tokens < self.config.schedule.tokens:
+        """Done and total: in steps when run.steps ends the run, else in the schedule's tokens."""
+        if self.config.run.steps is not None:
             return self.state.step, self.config.run.steps
         return self.state.tokens, self.config.schedule.tokens
 

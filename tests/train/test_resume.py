@@ -100,7 +100,7 @@ def test_kill_in_the_middle_of_a_save_loses_nothing(tmp_path):
     assert not [p for p in checkpoints.iterdir() if p.name.startswith(".tmp")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, number):
     config = make_config(tmp_path, "run.steps=100000")
     lines = Path(config.run.dir) / "run" / "metrics.jsonl"
@@ -192,3 +192,28 @@ def test_a_full_disk_ends_the_run_with_its_reason_even_where_no_status_can_be_wr
     monkeypatch.setattr(RunFolder, "write_status", full("status"))
     with pytest.raises(OSError, match="metrics"):
         run(make_config(tmp_path))
+
+
+def test_run_steps_ends_the_run_there_even_behind_the_schedules_tokens(tmp_path):
+    """A step is 64 tokens: the schedule alone would end after 2 of the 4 steps."""
+    assert run(make_config(tmp_path, "schedule.tokens=100", "run.steps=null", "run.name=schedule")) == 0
+    assert len(metrics(make_config(tmp_path, "run.name=schedule"))) == 2
+    assert run(make_config(tmp_path, "schedule.tokens=100", "run.steps=4")) == 0
+    assert len(metrics(make_config(tmp_path))) == 4
+
+
+def test_every_batch_of_training_and_held_out_samples_is_checked_against_the_vocabulary(tmp_path):
+    """Files too large to be looked through at the start are caught when the sample is read."""
+    from helpers import train_model
+
+    from dstrain.config.errors import InputError
+    from dstrain.data.indexed import IndexedDataset, IndexedWriter
+    from dstrain.data.samples import EvalWindows
+    from dstrain.train.main import Checked
+
+    with IndexedWriter(str(tmp_path / "heldout")) as writer:
+        writer.add_document([1, 2, 3, 4, 5, 6, 7, 8, 319, 320])
+    windows = Checked(EvalWindows(IndexedDataset(str(tmp_path / "heldout")), 4, 1), train_model(), "heldout")
+    assert len(windows) == 3 and windows.batch(0, 1)[0].shape == (1, 6)
+    with pytest.raises(InputError, match="heldout: token id 320 in sample 2"):
+        windows.batch(2, 1)

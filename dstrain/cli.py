@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import traceback
-import typing
 from collections.abc import Callable
 
 from dstrain.config.errors import InputError, nearest
@@ -21,10 +20,18 @@ from dstrain.config.errors import InputError, nearest
 def _train(overrides: list[str]) -> int:
     from dstrain.config.compose import compose
 
-    composed = compose("train", overrides)  # before the import of torch: a mistyped key is answered at once
+    composed = compose("train", overrides, _adopt)  # before the import of torch: a mistyped key is answered at once
     from dstrain.train.main import train
 
     return train(*composed)
+
+
+def _adopt(plain: dict, overrides: list) -> dict:
+    if plain["checkpoint"]["initial"] is None:
+        return plain
+    from dstrain.train.initial import adopt
+
+    return adopt(plain, overrides)
 
 
 def _generate(overrides: list[str]) -> int:
@@ -34,6 +41,24 @@ def _generate(overrides: list[str]) -> int:
     from dstrain.inference.main import generate
 
     return generate(config)
+
+
+def _export(overrides: list[str]) -> int:
+    from dstrain.config.compose import compose
+
+    config, _, _ = compose("export", overrides)
+    from dstrain.checkpoint.hf_export import export_folder
+
+    return export_folder(config)
+
+
+def _import(overrides: list[str]) -> int:
+    from dstrain.config.compose import compose
+
+    config, _, _ = compose("import", overrides)
+    from dstrain.checkpoint.hf_import import import_folder
+
+    return import_folder(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +71,8 @@ class Command:
 COMMANDS = {
     "train": Command("pretrain a model, or continue the run of that name", "model=tiny run.steps=10", _train),
     "generate": Command("write text with a trained model", "checkpoint=runs/tiny prompt='def '", _generate),
+    "export": Command("write a checkpoint as a Hugging Face folder", "checkpoint=runs/tiny out=tiny-hf", _export),
+    "import": Command("make a checkpoint of a Hugging Face folder", "from=DeepSeek-V2-Lite out=v2-lite", _import),
 }
 
 
@@ -122,21 +149,22 @@ def command_help(name: str, overrides: list[str]) -> str:
 
 def _key_lines(schema: type, plain: dict, where: str) -> list[str]:
     """A line for every key of a dataclass whose own key is `where`; plain: the values there, where there are any."""
-    from dstrain.config.build import describe, without_none
+    from dstrain.config.build import describe, key_hints, key_of, without_none
 
-    hints, meanings = typing.get_type_hints(schema), _meanings(schema)
+    hints, meanings = key_hints(schema), _meanings(schema)
     lines = []
     for field in dataclasses.fields(schema):
-        key, kind = f"{where}.{field.name}" if where else field.name, without_none(hints[field.name])
+        name = key_of(field)
+        key, kind = f"{where}.{name}" if where else name, without_none(hints[name])
         is_group = dataclasses.is_dataclass(kind)
         if is_group and not where:
             lines += ["", f"{key}: {kind.__doc__.splitlines()[0]}" if _has_words(kind) else f"{key}:"]
         else:
-            value = plain[field.name] if field.name in plain else _default(field)
+            value = plain[name] if name in plain else _default(field)
             meaning = f"  {meanings[field.name]}" if field.name in meanings else ""
-            lines.append(f"  {key}={_literal(value)}  [{describe(hints[field.name])}]{meaning}")
+            lines.append(f"  {key}={_literal(value)}  [{describe(hints[name])}]{meaning}")
         if is_group:
-            lines += _key_lines(kind, plain.get(field.name) or {}, key)
+            lines += _key_lines(kind, plain.get(name) or {}, key)
     return lines
 
 

@@ -12,7 +12,7 @@ import pytest
 from dstrain.cli import COMMANDS, main
 from dstrain.config.build import all_keys
 from dstrain.config.errors import InputError
-from dstrain.config.schema import GenerateConfig, TrainConfig
+from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,9 +24,12 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def handlers(monkeypatch):
-    """Stand-ins for the trainer and the generator, which record their calls."""
+    """Stand-ins for what the commands start, which record their calls."""
     calls = []
-    for module, name in (("dstrain.train.main", "train"), ("dstrain.inference.main", "generate")):
+    for module, name in (
+        ("dstrain.train.main", "train"), ("dstrain.inference.main", "generate"),
+        ("dstrain.checkpoint.hf_export", "export_folder"), ("dstrain.checkpoint.hf_import", "import_folder"),
+    ):
         stand_in = types.ModuleType(module)
         setattr(stand_in, name, lambda *arguments: calls.append(arguments) or 0)
         monkeypatch.setitem(sys.modules, module, stand_in)
@@ -68,9 +71,17 @@ def test_generate_gets_its_configuration(handlers):
     assert isinstance(config, GenerateConfig) and config.prompt == "def f(a, b='c'):"
 
 
+def test_export_and_import_get_their_configurations(handlers):
+    """The key `from` is a reserved word of Python, its field is from_."""
+    assert main(["export", "checkpoint=runs/x", "out=y", "dtype=fp8", "shard_size=500MB"]) == 0
+    assert main(["import", "from=y", "out=z"]) == 0
+    assert handlers == [(ExportConfig("runs/x", "y", "fp8", "500MB"),), (ImportConfig("y", "z"),)]
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [["train", "run.step=3"], ["train", "model=tinny"], ["train", "run.steps=0"], ["train", "data=text"], ["generate"],
+    [["import", "out=x"], ["import", "from_=x", "out=y"], ["export", "checkpoint=x", "out=y", "dtype=int8"],
+     ["train", "run.step=3"], ["train", "model=tinny"], ["train", "run.steps=0"], ["train", "data=text"], ["generate"],
      ["generate", "checkpoint=x", "max_tokens=-1"]],
 )
 def test_bad_input_is_one_line_and_exit_code_2_before_anything_runs(arguments, handlers, capsys):
@@ -105,7 +116,10 @@ def test_interrupt_is_exit_code_130(monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "schema"), [("train", TrainConfig), ("generate", GenerateConfig)])
+@pytest.mark.parametrize(
+    ("command", "schema"),
+    [("train", TrainConfig), ("generate", GenerateConfig), ("export", ExportConfig), ("import", ImportConfig)],
+)
 def test_help_shows_every_key_with_type_and_meaning(command, schema, capsys):
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out
@@ -115,7 +129,7 @@ def test_help_shows_every_key_with_type_and_meaning(command, schema, capsys):
             assert f"\n{key}:" in out
         else:
             assert f"\n  {key}=" in out
-    assert "null: the schedule's tokens" in out or command == "generate"
+    assert "null: the schedule's tokens" in out or command != "train"
 
 
 def test_help_shows_choices_and_the_values_of_those_made(capsys):

@@ -10,9 +10,9 @@ import math
 import oracle as oracle_module
 import pytest
 import torch
-import transformers.modeling_rope_utils as hf_rope
 import transformers.models.deepseek_v2.modeling_deepseek_v2 as hf_v2
 import transformers.models.deepseek_v3.modeling_deepseek_v3 as hf_v3
+from exact_hf import make_exact
 from oracle import oracle, random_weights, rms_norm, tiny_config, weight_shapes
 from transformers import DeepseekV2Config, DeepseekV3Config, modeling_layers
 
@@ -29,20 +29,9 @@ V2 = dict(topk_method="group_limited_greedy", scoring_func="softmax", norm_topk_
 # ---------------------------------------------------------------- Hugging Face in float64
 
 
-class _DoubleTorch:
-    """`torch`, but asking for float32 gives float64."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-
 @pytest.fixture
 def exact_hf(monkeypatch):
-    for module in (hf_v2, hf_v3, hf_rope):
-        monkeypatch.setattr(module, "torch", _DoubleTorch())
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    make_exact(monkeypatch)
 
 
 def hf_config(config):

@@ -40,13 +40,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def seal(folder: Path) -> None:
-    """Makes `folder` complete: checksums of all its files, everything on the disk, then the marker."""
+def seal(folder: Path, advance: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Makes `folder` complete: checksums of all its files, everything on the disk, then the marker.
+
+    advance: called with the number of bytes read for checksums.
+    """
     sums = {}
     for name in _file_names(folder):
         path = folder / name
         sync(path)
-        sums[name] = {"size": path.stat().st_size, "blake2b": _digest(path)}
+        sums[name] = {"size": path.stat().st_size, "blake2b": _digest(path, advance)}
     listing = json.dumps({"files": sums}, indent=1).encode()
     write_file(folder / CHECKSUMS, listing)
     for inner in sorted(path for path in folder.rglob("*") if path.is_dir()):

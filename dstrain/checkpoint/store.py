@@ -208,6 +208,12 @@ class CheckpointStore:
             raise InputError(f"checkpoint {path} has no file {name!r}{nearest(name, present)}")
         return (path / FILES / name).read_bytes()
 
+    @staticmethod
+    def files(path: Path) -> dict[str, bytes]:
+        """All the `files` that were saved."""
+        require_complete(path)
+        return {entry.name: entry.read_bytes() for entry in sorted((path / FILES).iterdir())}
+
 
 def _copy(tensor: Tensor) -> Tensor:
     """A contiguous copy in host memory that shares nothing with `tensor`."""

@@ -1,4 +1,4 @@
-"""Loading tensors of one floating type into another, as a run in another precision or inference needs it."""
+"""Weights in a checkpoint: their wide copies, and loading one floating type into another."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from dstrain.checkpoint.tensors import load_tensors, tensor_names
+
+MASTER = "optimizer.master."  # before a weight's name: its wide copy, flat, where a run keeps one
 
 
 def load_converted(path: Path, into: dict[str, Tensor], prefixes: Sequence[str] = ("",)) -> None:

@@ -4,6 +4,8 @@ A value is never bent into another meaning. What is accepted beyond the exact ty
 declared, a float without a fraction where an integer is (3e4), and numbers written as text ("1e-4") for both, since
 YAML 1.1 reads `1e-4` as text. A number where text is declared is refused: YAML has already turned `1e5` into 100000.0,
 and nobody can tell what had been written.
+
+A key is its field's name without a trailing underscore, so that `from_` can be the field of a key that Python reserves.
 """
 
 import dataclasses
@@ -24,18 +26,37 @@ def build(cls: type, plain: Any, where: str = "") -> Any:
     """
     if not isinstance(plain, dict):
         raise InputError(f"{where or 'the configuration'}: a group of keys is expected, got {show(plain)}")
-    hints = typing.get_type_hints(cls)
+    hints = key_hints(cls)
     for key in plain:
         if key not in hints:
             raise InputError(unknown_key(_join(where, key), [_join(where, name) for name in hints]))
     values = {}
     for field in dataclasses.fields(cls):
-        key = _join(where, field.name)
-        if field.name in plain:
-            values[field.name] = _convert(hints[field.name], plain[field.name], key)
+        name = key_of(field)
+        key = _join(where, name)
+        if name in plain:
+            values[field.name] = _convert(hints[name], plain[name], key)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise InputError(f"missing key {key!r} ({describe(hints[field.name])})")
+            raise InputError(f"missing key {key!r} ({describe(hints[name])})")
     return cls(**values)
+
+
+def plain_of(config: Any) -> Any:
+    """The inverse of `build`: a dataclass tree as plain containers under its keys."""
+    if dataclasses.is_dataclass(config):
+        return {key_of(field): plain_of(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return [plain_of(item) for item in config] if isinstance(config, list) else config
+
+
+def key_of(field: dataclasses.Field) -> str:
+    """The configuration key of a dataclass field."""
+    return field.name.removesuffix("_")
+
+
+def key_hints(cls: type) -> dict[str, Any]:
+    """Key -> declared type of every field of dataclass `cls`."""
+    hints = typing.get_type_hints(cls)
+    return {key_of(field): hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def key_type(cls: type, dotted: str) -> Any:
@@ -48,7 +69,7 @@ def key_type(cls: type, dotted: str) -> Any:
     for i, part in enumerate(parts):
         inner = without_none(here)
         if dataclasses.is_dataclass(inner):
-            hints = typing.get_type_hints(inner)
+            hints = key_hints(inner)
             if part in hints:
                 here = hints[part]
                 continue
@@ -66,7 +87,7 @@ def key_type(cls: type, dotted: str) -> Any:
 def all_keys(cls: type, where: str = "") -> list[str]:
     """Every dotted key below dataclass `cls`, groups included, list items left out."""
     keys = []
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in key_hints(cls).items():
         keys.append(_join(where, name))
         if dataclasses.is_dataclass(without_none(hint)):
             keys += all_keys(without_none(hint), _join(where, name))
@@ -109,7 +130,7 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return f"list of {describe(typing.get_args(hint)[0])}"
     if dataclasses.is_dataclass(hint):
-        return f"{{{', '.join(typing.get_type_hints(hint))}}}"
+        return f"{{{', '.join(key_hints(hint))}}}"
     return {int: "integer", float: "number", str: "text", bool: "true or false", types.NoneType: "null"}[hint]
 
 

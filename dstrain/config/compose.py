@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,27 @@ from dstrain.config.build import (
     container_of,
     describe,
     is_text,
+    key_hints,
     key_type,
+    plain_of,
     show,
     unknown_key,
 )
 from dstrain.config.errors import InputError
-from dstrain.config.schema import GenerateConfig, TrainConfig
+from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, TrainConfig
 
-COMMANDS = {"train": TrainConfig, "generate": GenerateConfig}
+COMMANDS = {"train": TrainConfig, "generate": GenerateConfig, "export": ExportConfig, "import": ImportConfig}
+AnyConfig = TrainConfig | GenerateConfig | ExportConfig | ImportConfig
 CONFIG_FILE = "config.yaml"
 OVERRIDES_FILE = "overrides.json"
 # They say which folder is meant and how far to go this time, not what the run is.
 NEVER_REMEMBERED = ("run.name", "run.dir", "run.steps")
 
 # Paths: a shell leaves the ~ of run.dir=~/runs as it is, and a folder called "~" is a trap.
-PATHS = ("run.dir", "data.text", "data.train", "data.heldout", "data.tokenizer", "data.cache", "checkpoint")
+PATHS = (
+    "run.dir", "data.text", "data.train", "data.heldout", "data.tokenizer", "data.cache", "checkpoint", "checkpoint.initial",
+    "from", "out",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +62,28 @@ class Override:
         return f"{self.key}={self.value}"
 
 
-def compose(command: str, overrides: list[str]) -> tuple[TrainConfig | GenerateConfig, dict, list[str]]:
+def compose(
+    command: str, overrides: list[str], adopt: Callable[[dict, list[Override]], dict] | None = None
+) -> tuple[AnyConfig, dict, list[str]]:
     """The validated configuration of `dstrain <command> <overrides>`.
 
     Returns the dataclass, the same as plain containers (every key, resolved), and the overrides to keep with the run:
     for `train` those that the run was started with, replaced by the new ones of the same key or group, without
-    `run.name`, `run.dir` and `run.steps`. Raises InputError (one line) for anything that is not valid.
+    `run.name`, `run.dir` and `run.steps`. `adopt(plain, overrides)` may replace parts of `train`'s plain containers before
+    they are typed and checked. Raises InputError (one line) for anything that is not valid.
     """
     asked = parse_overrides(command, overrides)
     if command != "train":
         config = _build(command, asked)
-        return config, dataclasses.asdict(config), [str(override) for override in asked]
+        return config, plain_of(config), [str(override) for override in asked]
 
+    if any(o.key == "checkpoint.initial" and o.value != "null" for o in asked):
+        if all(o.key != "run.name" for o in asked):  # the default would be the name of a model that is not taken
+            raise InputError("checkpoint.initial starts a new run: give it a name, run.name=…")
     folder, where = _run_folder(asked)
     kept = [o for o in _merge(_remembered(folder), asked) if o.key not in NEVER_REMEMBERED]
-    config = _build(command, kept + [o for o in asked if o.key == "run.steps"] + where)
-    return config, dataclasses.asdict(config), [str(override) for override in kept]
+    config = _build(command, kept + [o for o in asked if o.key == "run.steps"] + where, adopt)
+    return config, plain_of(config), [str(override) for override in kept]
 
 
 def values(command: str, overrides: list[str]) -> dict:
@@ -158,7 +171,7 @@ def _parse(schema: type, choices: dict[str, list[str]], text: str) -> Override:
     key, value = found.groups()
     if not re.fullmatch(r"\w+(\.\w+)*", key):
         raise InputError(f"{text!r}: {key!r} is not a key; keys look like run.steps")
-    fields = [field.name for field in dataclasses.fields(schema)]
+    fields = list(key_hints(schema))
     if key in choices and not (key in fields and value.startswith("{")):  # {…} gives keys, it does not choose a file
         if value not in choices[key] and (key, value) != ("recipe", "null"):
             raise InputError(f"unknown choice {key}={value} (valid: {', '.join(choices[key])})")
@@ -171,14 +184,15 @@ def _parse(schema: type, choices: dict[str, list[str]], text: str) -> Override:
     return Override(key, os.path.expanduser(value) if key in PATHS else value, is_group=False)
 
 
-def _build(command: str, overrides: list[Override]) -> TrainConfig | GenerateConfig:
+def _build(command: str, overrides: list[Override], adopt: Callable | None = None) -> AnyConfig:
     """Compose, set the keys, resolve, type and validate."""
     tree, texts = _tree(command, overrides)
     plain = _plain(tree)
     for key, value in _flatten(plain).items():
         if value == "???":
             raise InputError(f"{key} has no value: give {key}=…")
-    return validate.validate(build(COMMANDS[command], _fill(plain, texts)))
+    plain = _fill(plain, texts)
+    return validate.validate(build(COMMANDS[command], adopt(plain, overrides) if adopt else plain))
 
 
 def _tree(command: str, overrides: list[Override]) -> tuple[Any, dict[str, str]]:

@@ -157,6 +157,7 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = 100  # optimizer steps; 0: only at the end
     keep: int = 3  # newest complete checkpoints kept; at least 2 (one to fall back on)
+    initial: str | None = None  # start a new run from the weights, architecture and tokenizer of this checkpoint
 
 
 @dataclass
@@ -207,3 +208,22 @@ class GenerateConfig:
     echo: bool = False  # print the prompt before the continuation
     precision: str = "auto"  # auto | fp32 | bf16 | fp64
     device: str = "auto"  # auto | cpu | cuda
+
+
+@dataclass
+class ExportConfig:
+    """The whole configuration of `dstrain export`."""
+
+    checkpoint: str  # a run folder (its newest complete checkpoint) or one checkpoint folder
+    out: str  # the Hugging Face folder to write; new or empty
+    dtype: str = "bf16"  # bf16 | fp32 | fp8 (E4M3 with one scale per 128x128 block; embedding, head, gate, norms BF16)
+    shard_size: str = "5GB"  # the largest size of a safetensors file: bytes, or a number with KB, MB, GB, KiB, MiB, GiB
+    fp8_scales: str = "power_of_two"  # power_of_two (as DeepSeek-V3.1) | fp32 (as DeepSeek-V3)
+
+
+@dataclass
+class ImportConfig:
+    """The whole configuration of `dstrain import`."""
+
+    from_: str  # a Hugging Face folder of DeepSeek-V3, V2 or Moonlight weights, BF16 or FP8
+    out: str  # the checkpoint folder to write; new or empty

@@ -7,7 +7,9 @@ from dstrain.config.errors import InputError
 from dstrain.config.schema import (
     BatchConfig,
     DataConfig,
+    ExportConfig,
     GenerateConfig,
+    ImportConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -30,14 +32,23 @@ LARGEST_BATCH = 2**20  # sequences, whose tokens of one step lie in memory
 NAME_BYTES = 200  # a file system's 255, less what is put before or after the name
 
 
-def validate(config: TrainConfig | GenerateConfig) -> TrainConfig | GenerateConfig:
+def validate(
+    config: TrainConfig | GenerateConfig | ExportConfig | ImportConfig,
+) -> TrainConfig | GenerateConfig | ExportConfig | ImportConfig:
     """The configuration itself, if it can run; else InputError naming the keys, their values and what is valid."""
     if isinstance(config, GenerateConfig):
         _generate(config)
         return config
+    if isinstance(config, ExportConfig):
+        _export(config)
+        return config
+    if isinstance(config, ImportConfig):
+        _given("from", config.from_, "a Hugging Face folder")
+        _given("out", config.out, "the checkpoint folder to write")
+        return config
     _run(config.run)
     _model(config.model)
-    _data(config.data, config.model)
+    _data(config.data, config.model, trains_tokenizer=config.checkpoint.initial is None)
     _batch(config.batch)
     _one_of("precision.name", config.precision.name, PRECISIONS)
     _parallel(config.parallel, config.model)
@@ -47,6 +58,8 @@ def validate(config: TrainConfig | GenerateConfig) -> TrainConfig | GenerateConf
     _at_least("eval.sequences", config.eval.sequences, 1)
     _at_least("checkpoint.every", config.checkpoint.every, 0)
     _at_least("checkpoint.keep", config.checkpoint.keep, 2)
+    if config.checkpoint.initial is not None:
+        _given("checkpoint.initial", config.checkpoint.initial, "null, a run folder or a checkpoint folder")
     _at_least("telemetry.log_every", config.telemetry.log_every, 1)
     if config.telemetry.peak_tflops is not None:
         _positive("telemetry.peak_tflops", config.telemetry.peak_tflops)
@@ -64,6 +77,18 @@ def resolve_until(until: float | str, tokens: float) -> float:
     if not found or not 0 < float(found[1]) <= 100:
         raise InputError(f"until: {until!r} is neither a number of tokens nor a percentage from above 0% to 100%")
     return float(found[1]) * tokens / 100
+
+
+def parse_size(key: str, text: str) -> int:
+    """Bytes of a size such as 5GB (10^9 bytes), 512MiB (2^20 bytes) or 1000000."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B|B)?\s*", text)
+    size = 0
+    if found:
+        exponent = " KMGT".index(found[2] or " ")
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** exponent)
+    if size < 1:
+        raise InputError(f"{key}={text}: must be a size in bytes such as 5GB, 512MiB or 1000000")
+    return size
 
 
 def check_run_name(name: str) -> None:
@@ -153,7 +178,7 @@ def _yarn(yarn: YarnConfig) -> None:
     _at_least(f"{where}.mscale_all_dim", yarn.mscale_all_dim, 0)
 
 
-def _data(data: DataConfig, model: ModelConfig) -> None:
+def _data(data: DataConfig, model: ModelConfig, trains_tokenizer: bool) -> None:
     _at_least("data.sequence_length", data.sequence_length, 1)
     yarn = model.rope_scaling
     if yarn is None and data.sequence_length > model.max_position_embeddings:
@@ -171,7 +196,8 @@ def _data(data: DataConfig, model: ModelConfig) -> None:
     if data.text is not None and data.train is not None:
         raise InputError(f"data.text={data.text} and data.train={data.train}: only one of them can be given, "
                          "text or ready token files")
-    if data.train is None and data.tokenizer is None and data.vocab_size > model.vocab_size:
+    trains_tokenizer = trains_tokenizer and data.train is None and data.tokenizer is None
+    if trains_tokenizer and data.vocab_size > model.vocab_size:
         raise InputError(f"data.vocab_size={data.vocab_size}: must be at most model.vocab_size={model.vocab_size}")
 
 
@@ -245,8 +271,7 @@ def _segments(where: str, segments: list[Segment], tokens: float) -> None:
 
 
 def _generate(config: GenerateConfig) -> None:
-    if not config.checkpoint:
-        raise InputError("checkpoint is empty: must be a run folder or a checkpoint folder, as in checkpoint=runs/tiny")
+    _given("checkpoint", config.checkpoint, "a run folder or a checkpoint folder, as in checkpoint=runs/tiny")
     _at_least("max_tokens", config.max_tokens, 1)
     _at_least("temperature", config.temperature, 0, "at least 0 (0: greedy)")
     if not 0 <= config.top_p <= 1:
@@ -256,6 +281,19 @@ def _generate(config: GenerateConfig) -> None:
     _from_to("seed", config.seed, 0, LARGEST_SEED)
     _one_of("precision", config.precision, PRECISIONS)
     _one_of("device", config.device, DEVICES)
+
+
+def _export(config: ExportConfig) -> None:
+    _given("checkpoint", config.checkpoint, "a run folder or a checkpoint folder, as in checkpoint=runs/tiny")
+    _given("out", config.out, "the folder to write")
+    _one_of("dtype", config.dtype, ("bf16", "fp32", "fp8"))
+    _one_of("fp8_scales", config.fp8_scales, ("power_of_two", "fp32"))
+    parse_size("shard_size", config.shard_size)
+
+
+def _given(key: str, path: str, valid: str) -> None:
+    if not path or "\0" in path:
+        raise InputError(f"{key} is empty or holds a null byte: must be {valid}")
 
 
 def _at_least(key: str, value: float, least: float, valid: str = "") -> None:

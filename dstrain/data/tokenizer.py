@@ -72,7 +72,7 @@ def short_words(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Inverse of byte-level BPE's alphabet: printable Latin-1 stands for itself, the other bytes for 256, 257, …"""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -242,7 +242,7 @@ def _bytes_of_ids(
             f"{where}: a {parsed['model'].get('type')} tokenizer whose ids do not give the text back; "
             "byte-level BPE or a SentencePiece kind (Metaspace, ByteFallback) is needed"
         )
-    alphabet = _byte_of_character()
+    alphabet = byte_of_character()
     pieces = [b""] * (max(vocabulary.values()) + 1)
     for token, i in vocabulary.items():
         if token in control:

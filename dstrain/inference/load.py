@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from dstrain.checkpoint.files import CorruptCheckpoint
+from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.store import CheckpointStore
 from dstrain.checkpoint.weights import load_converted
 from dstrain.config.compose import load_train_config
-from dstrain.config.errors import InputError
 from dstrain.config.schema import TrainConfig
 from dstrain.data.tokenizer import Tokenizer
 from dstrain.model.model import Model
@@ -23,28 +22,6 @@ class Loaded:
     tokenizer: Tokenizer
     config: TrainConfig  # of the run that trained it
     path: Path  # the checkpoint
-
-
-def find_checkpoint(where: str, report: Callable[[str], None]) -> Path:
-    """The newest intact checkpoint of a run folder, or the checkpoint folder itself once it is verified."""
-    path = Path(where)
-    if not path.is_dir():
-        raise InputError(f"checkpoint={where}: no such folder; valid: a run folder such as runs/NAME, or one of its checkpoints")
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    store = CheckpointStore(root, keep=2)
-    steps = [root / f"step-{step:08}" for step in store.steps()]
-    for candidate in steps:
-        try:
-            store.verify(candidate)
-            return candidate
-        except CorruptCheckpoint as error:
-            report(f"CORRUPT {error}; falling back to the checkpoint before it")
-    if steps:
-        raise InputError(f"checkpoint={where}: none of its {len(steps)} checkpoints is intact")
-    if root != path:
-        raise InputError(f"checkpoint={where}: the run has no complete checkpoint yet")
-    store.verify(path)
-    return path
 
 
 def load_model(where: str, precision: str, device: torch.device, report: Callable[[str], None]) -> Loaded:

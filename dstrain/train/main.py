@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.store import CheckpointStore
 from dstrain.config.compose import differences, save_run_config
 from dstrain.config.build import build
@@ -26,6 +27,7 @@ from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import Precision, resolve_precision
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.peak import peak_tflops
+from dstrain.train.initial import carried_files, own_checkpoint, start_from, with_tokenizer
 from dstrain.train.optimizer import AdamW
 from dstrain.train.run_folder import RunFolder
 from dstrain.train.state import RunState, architecture, initialise, restore
@@ -45,7 +47,8 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     precision = resolve_precision(config.precision.name, device)
     counts = count_parameters(config.model)
     check_memory(config, counts, precision, device)
-    corpus = open_corpus(config.data)
+    source = initial_checkpoint(config, console)
+    corpus = open_corpus((with_tokenizer(config, source) if source else config).data)
     tokenizer = Tokenizer.load(corpus.tokenizer)
     check_tokenizer(tokenizer, corpus, config.model)
     depth, length = config.model.num_nextn_predict_layers, config.data.sequence_length
@@ -70,10 +73,14 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     optimizer = AdamW(model, config.optim, precision)
     state = RunState()
     checkpoint = store.open_newest(console.say)
-    if checkpoint is None:
-        if (folder.path / "metrics.jsonl").exists():
-            console.say(f"WARNING: {store.root} holds no checkpoint, this run starts from the beginning")
+    if checkpoint is None and (folder.path / "metrics.jsonl").exists():
+        console.say(f"WARNING: {store.root} holds no checkpoint, this run starts from the beginning")
+    if checkpoint is None and source is None:
         initialise(model, optimizer, config.run.seed)
+    elif checkpoint is None:
+        console.say(f"starting from the weights of checkpoint.initial: {source}, model {config.model.name}")
+        for line in start_from(model, optimizer, source, config.run.seed):
+            console.say(f"  {line}")
     else:
         state = resume(console, checkpoint, config, plain, corpus, model, optimizer)
     save_run_config(folder.path, plain, overrides)
@@ -87,6 +94,7 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     files = {
         "config.yaml": yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode(),
         "tokenizer.json": Path(corpus.tokenizer).read_bytes(),
+        **(carried_files(config, source) if source else {}),
     }
     trainer = Trainer(
         config, folder, console, model, optimizer, stepper, state, store, windows, tokenizer.token_bytes(), files,
@@ -101,6 +109,18 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
         return 1
     report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
     return 0
+
+
+def initial_checkpoint(config: TrainConfig, console: RunConsole) -> Path | None:
+    """Whose architecture and tokenizer the run takes: its own newest checkpoint's, else checkpoint.initial's if given."""
+    where = config.checkpoint.initial
+    if where is None:
+        return None
+    own = own_checkpoint(config.run.dir, config.run.name)
+    if own is None:
+        return find_checkpoint(where, console.say, "checkpoint.initial")
+    console.say(f"IGNORED checkpoint.initial={where}: the run has checkpoints of its own and continues from them")
+    return own
 
 
 class Checked:

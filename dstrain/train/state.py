@@ -1,18 +1,19 @@
 """The state of a run as one tree: tensors by name, and a few integers. What a checkpoint holds is exactly this."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from dstrain.checkpoint.tensors import tensor_names
-from dstrain.checkpoint.weights import load_converted
+from dstrain.checkpoint.weights import MASTER, load_converted
 from dstrain.config.schema import ModelConfig
 from dstrain.model.init import initial_value
 from dstrain.model.model import Model
 from dstrain.train.optimizer import AdamW
 
-MASTER, EXP_AVG, EXP_AVG_SQ = "optimizer.master.", "optimizer.exp_avg.", "optimizer.exp_avg_sq."
+EXP_AVG, EXP_AVG_SQ = "optimizer.exp_avg.", "optimizer.exp_avg_sq."
 RNG = "rng.cpu"
 
 
@@ -52,17 +53,43 @@ def initialise(model: Model, optimizer: AdamW, seed: int) -> None:
 
 def restore(model: Model, optimizer: AdamW, path: Path) -> None:
     """Fill model, optimizer and RNG from the checkpoint at `path`, which may have been written in another precision."""
-    stored = tensor_names(path)
-    tensors = {name: tensor for name, tensor in run_tensors(model, optimizer).items() if not name.startswith(MASTER)}
-    # A master is stored only where the weight was narrower, and then it is the truth and the weight its rounding.
-    masters = [name for name in optimizer.states if MASTER + name in stored]
-    for name in masters:
-        tensors[name] = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
-        tensors[MASTER + name] = optimizer.states[name].master
-    load_converted(path, tensors)
-    for name, state in optimizer.states.items():
-        optimizer.set_weight(name, state.master if name in masters else state.parameter.detach())
-    torch.set_rng_state(tensors[RNG])
+    weights = model.state_dict()
+    others = {
+        name: tensor
+        for name, tensor in run_tensors(model, optimizer).items()
+        if name not in weights and not name.startswith(MASTER)
+    }
+    load_weights(model, optimizer, path, list(weights), others)
+    torch.set_rng_state(others[RNG])
+
+
+def load_weights(
+    model: Model,
+    optimizer: AdamW,
+    path: Path,
+    names: list[str],
+    others: dict[str, torch.Tensor],
+    prefixes: Sequence[str] = ("",),
+) -> None:
+    """Fill the weights and biases `names` with their masters, and the tensors `others`, from the checkpoint at `path`.
+
+    Together these must be all the tensors there that begin with one of `prefixes`. Weights may be of any float type.
+    """
+    stored, weights = tensor_names(path), model.state_dict()
+    tensors = {**others, **{name: weights[name] for name in names}}
+    trained = [name for name in names if name in optimizer.states]
+    for name in trained:
+        # A master is stored only where the weight was narrower, and then it is the truth and the weight its rounding;
+        # else the weight fills the master, which keeps whatever precision it was stored in.
+        master = optimizer.states[name].master
+        if MASTER + name in stored:
+            tensors[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)
+            tensors[MASTER + name] = master
+        else:
+            tensors[name] = master.view(weights[name].shape)
+    load_converted(path, tensors, prefixes)
+    for name in trained:
+        optimizer.set_weight(name, optimizer.states[name].master)
 
 
 def architecture(config: ModelConfig) -> dict:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 import yaml
 
-from dstrain.config.build import all_keys, build, key_type
+from dstrain.config.build import all_keys, build, key_type, plain_of
 from dstrain.config.errors import InputError
-from dstrain.config.schema import Segment, TrainConfig
+from dstrain.config.schema import ImportConfig, Segment, TrainConfig
 
 
 @dataclass
@@ -149,3 +149,13 @@ def test_unknown_dotted_key_is_refused_with_a_hint(key, hint):
 def test_all_keys_lists_groups_and_leaves():
     keys = all_keys(TrainConfig)
     assert {"run", "run.steps", "batch.ramp.until", "model.rope_scaling.factor", "schedule.learning_rate"} <= set(keys)
+
+
+def test_a_trailing_underscore_of_a_field_is_not_part_of_its_key():
+    made = build(ImportConfig, {"from": "x", "out": "y"})
+    assert made.from_ == "x" and plain_of(made) == {"from": "x", "out": "y"}
+    assert all_keys(ImportConfig) == ["from", "out"] and key_type(ImportConfig, "from") is str
+    with pytest.raises(InputError, match="unknown key 'from_'"):
+        build(ImportConfig, {"from_": "x", "out": "y"})
+    with pytest.raises(InputError, match="missing key 'from'"):
+        build(ImportConfig, {"out": "y"})

@@ -1,0 +1,39 @@
+"""A folder that appears under its name complete or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dstrain.checkpoint.files import sync
+from dstrain.config.errors import InputError
+
+
+@contextmanager
+def new_folder(out: str, key: str, needed_bytes: int) -> Iterator[Path]:
+    """Yields a temporary folder beside `out`, which gets the name `out` if nothing went wrong, and is removed otherwise.
+
+    key: the configuration key of `out`, for errors. InputError where `out` is a file or a folder that is not empty, or
+    cannot be made, or its disk has less than `needed_bytes` free.
+    """
+    target = Path(out).absolute()
+    if target.is_symlink() or target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"{key}={out}: exists and is not empty; valid: a new folder, or an empty one")
+    temporary = target.parent / f".{target.name}-{os.getpid()}.part"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had our number
+        temporary.mkdir()
+    except OSError as error:
+        raise InputError(f"{key}={out}: cannot be made there: {error.strerror}") from None
+    try:
+        free = shutil.disk_usage(temporary).free
+        if free < needed_bytes:
+            raise InputError(f"{key}={out}: no disk space: {needed_bytes:,} bytes needed, {free:,} bytes free")
+        yield temporary
+        sync(temporary)
+        os.rename(temporary, target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # there only after a failure

@@ -1,0 +1,81 @@
+"""Writing safetensors files piece by piece: the header first, then each tensor's bytes at their place.
+
+The library writes a file from tensors that are all in memory; here no more than one of them has to be. The format:
+8 bytes with the header's length, the header as JSON (name -> dtype, shape, range of bytes), the bytes of the tensors.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+TensorKinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype)
+
+
+def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+class SafetensorsWriter:
+    """A safetensors file of the given tensors; each is then written whole, or in pieces of its leading dimension."""
+
+    def __init__(self, path: Path, tensors: TensorKinds):
+        header: dict = {"__metadata__": {"format": "pt"}}  # what transformers requires
+        self._begins: dict[str, int] = {}
+        self._missing: dict[str, int] = {}  # bytes not written yet
+        end = 0
+        # The library demands alignment of its own files: wide types first keep every tensor aligned.
+        for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
+            size = nbytes(shape, dtype)
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
+            self._begins[name], self._missing[name] = end, size
+            end += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._data = 8 + len(text)
+        self._tensors = tensors
+        self._file = open(path, "wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._data + end)
+
+    @staticmethod
+    def header_bytes(name: str) -> int:
+        """An upper bound of what a tensor adds to the header."""
+        return len(json.dumps(name)) + 128
+
+    def write(self, name: str, tensor: torch.Tensor, index: int | None = None) -> None:
+        """The tensor, or with an index the slice `index` of its leading dimension; of the declared type and shape."""
+        shape, dtype = self._tensors[name]
+        wanted = shape if index is None else shape[1:]
+        if tuple(tensor.shape) != wanted or tensor.dtype != dtype:
+            raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)} does not belong there")
+        begin = self._begins[name] + (0 if index is None else index * tensor.nbytes)
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        self._file.seek(self._data + begin)
+        self._file.write(flat.view(torch.uint8).numpy().data)
+        self._missing[name] -= tensor.nbytes
+
+    def close(self) -> None:
+        """Forces the file to the disk; ValueError if a tensor was not written."""
+        missing = [name for name, count in self._missing.items() if count]
+        if missing:
+            raise ValueError(f"tensors not or not wholly written: {missing[:3]}")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()

@@ -111,7 +111,7 @@ def _from_hugging_face(config: dict, name: str) -> Folder:
     else:
         routing |= {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
     values = {"name": name, "num_nextn_predict_layers": 0, "mtp_depth_weights": None, **optional}
-    for key in {field.name: None for field in fields(ModelConfig)}:
+    for key in (field.name for field in fields(ModelConfig)):
         if config.get(key) is not None and key not in ("name", "mtp_depth_weights", "rope_theta", "rope_scaling"):
             values[key] = config[key]
         elif key in routing:

@@ -42,8 +42,6 @@ def export_folder(config: ExportConfig) -> int:
     model = load_train_config(CheckpointStore.file(path, "config.yaml").decode()).model
     stored = CheckpointStore.files(path)
     tokenizer = Tokenizer(stored[TOKENIZER].decode(), f"{path}: {TOKENIZER}") if TOKENIZER in stored else None
-    if tokenizer is None:
-        _report(f"checkpoint {path} has no tokenizer: the folder is written without one")
     bos, eos = (tokenizer.bos_id, tokenizer.eos_id) if tokenizer else (None, None)
     dtype = str(DTYPES[config.dtype]).removeprefix("torch.")
     files = {"config.json": _json(to_hugging_face(model, bos, eos, dtype, config.dtype == "fp8"))}
@@ -67,6 +65,8 @@ def export_folder(config: ExportConfig) -> int:
         files[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": weight_map})
         for name, data in files.items():
             write_file(folder / name, data)
+    if tokenizer is None:
+        _report(f"checkpoint {path} has no tokenizer: the folder is written without one")
     _report(f"{config.out}: {len(weight_map)} tensors in {len(shards)} files, {total:,} bytes, {config.dtype}")
     return 0
 

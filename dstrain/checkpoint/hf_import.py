@@ -40,7 +40,7 @@ def import_folder(config: ImportConfig) -> int:
     plain["model"] = plain_of(reader.model)
     files = read_tokenizer_files(source.path, reader.model.vocab_size)
     if TOKENIZER not in files:
-        _report(f"{source.path} has no tokenizer: generate cannot use this checkpoint, train needs data.tokenizer=…")
+        reader.notices.append("no tokenizer: generate cannot use this checkpoint, train needs data.tokenizer=…")
     files["config.yaml"] = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
 
     kinds = reader.kinds()
@@ -62,23 +62,30 @@ def import_folder(config: ImportConfig) -> int:
         write_file(folder / META, meta.encode())
         with byte_progress("checksums", size) as advance:
             seal(folder, advance)
+    for notice in reader.notices:  # only now: what fails says so in one line
+        _report(f"{source.path}: {notice}")
     depth = reader.model.num_nextn_predict_layers
     _report(f"{config.out}: {len(kinds)} tensors, {size:,} bytes, MTP depth {depth}{', from FP8' if reader.scales else ''}")
     return 0
 
 
 class WeightReader:
-    """The weights of a folder under a checkpoint's names. Building it checks every name, shape, type and scale."""
+    """The weights of a folder under a checkpoint's names. Building it checks every name, shape, type and scale.
+
+    `notices`: lines for the user about what was not taken as it stands.
+    """
 
     def __init__(self, source: HuggingFaceFolder, what: Folder):
         self.source, self.interleaved, self.model = source, what.rope_interleave, what.model
+        self.notices: list[str] = []
         names = {name for name in source.kinds if not is_derived(name)}
         if len(names) < len(source.kinds):
-            _report(f"{len(source.kinds) - len(names)} inverse frequencies of RoPE are computed from config.json, not read")
+            count = len(source.kinds) - len(names)
+            self.notices.append(f"{count} tensors of RoPE's inverse frequencies were not read, config.json gives them")
         announced, held = self.model.num_nextn_predict_layers, mtp_depth(names, self.model.num_hidden_layers)
         if announced and not held:
             # transformers keeps the number and drops the modules when it saves a model
-            _report(f"config.json announces {announced} MTP modules, the weights have none: imported with MTP depth 0")
+            self.notices.append(f"config.json announces {announced} MTP modules, the weights have none: MTP depth is 0")
             self.model.num_nextn_predict_layers = 0
         self.tensors = released_tensors(self.model)
         self.parts_of: dict[str, list[Released]] = {}

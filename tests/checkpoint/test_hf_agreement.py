@@ -14,6 +14,7 @@ from exact_hf import make_exact
 from hf_folders import export, import_, model_of, tensors, write_checkpoint
 from oracle import tiny_config
 from small_models import sample
+from transformers.modeling_layers import MtpModel
 
 from dstrain.cli import main
 from dstrain.config.schema import YarnConfig
@@ -68,7 +69,8 @@ def hugging_face(folder, dtype=torch.float32):
 
 
 def ours(model, tokens, documents, monkeypatch):
-    """Main logits [B, L, V] caught on their way into the cross-entropy; gradients of the main loss are in main_grad."""
+    """Logits [B, L, V] of every depth, caught on their way into the cross-entropy; gradients of the main loss alone are
+    in main_grad."""
     depth = model.config.num_nextn_predict_layers
     batch = MicroBatch(tokens, documents, depth, False)
     weights = LossWeights.of_batch(batch.valid_counts().tolist(), len(tokens), 0.0, model.config.depth_weights, 0.0)
@@ -76,7 +78,7 @@ def ours(model, tokens, documents, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(units, "cross_entropy_sum", lambda x, t: (caught.append(x.detach()), original(x, t))[1])
         units.forward_backward(model, batch, LocalDispatcher(), LossSums(depth, torch.device("cpu")), weights, False)
-    return caught[0].unflatten(0, (len(tokens), -1))
+    return [logits.unflatten(0, (len(tokens), -1)) for logits in caught]
 
 
 def their_gradients(hf, model):
@@ -101,7 +103,7 @@ def assert_agree(folder, checkpoint, monkeypatch, dtype, tolerance, gradient_tol
         hf.zero_grad()
         for parameter in model.parameters():
             parameter.main_grad.zero_()
-        mine = ours(model, tokens, documents * 0, monkeypatch)
+        mine = ours(model, tokens, documents * 0, monkeypatch)[0]
         logits = hf(tokens[:, :length], use_cache=False).logits
         assert mine.shape == logits.shape and mine.dtype == logits.dtype == dtype
         torch.testing.assert_close(mine, logits.detach(), rtol=tolerance, atol=tolerance)
@@ -141,6 +143,24 @@ def test_in_float64_they_agree_to_its_rounding(changes, tmp_path, monkeypatch):
     folder = export(checkpoint, tmp_path / "hf")
     make_exact(monkeypatch)
     assert_agree(folder, import_(folder, tmp_path / "back"), monkeypatch, torch.float64, 1e-9, 1e-9)
+
+
+def test_transformers_loads_the_mtp_modules_of_an_export_and_drafts_the_same_logits(tmp_path, monkeypatch):
+    """FAULTS B18 and B19: names, order of [embedding, hidden], and the state after the norm. transformers looks for layer
+    61 only, so here it is told which layers are MTP's."""
+    config = tiny_config(**ROPE, rope_scaling=YARN)
+    folder = export(write_checkpoint(tmp_path / "run", config), tmp_path / "hf")
+    model, hf = model_of(import_(folder, tmp_path / "back"), torch.float32), hugging_face(folder)
+    hf._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\..*"]
+    drafts = MtpModel.from_pretrained(hf).eval()
+    length = LENGTHS[1]
+    tokens, documents = sample(config, length=length)
+    hidden = hf.model(tokens[:, :length]).last_hidden_state
+    mine = ours(model, tokens, documents * 0, monkeypatch)
+    for k in range(2):
+        ids = tokens[:, k + 1 : k + 1 + length]
+        hidden = drafts.forward_layer(k, hidden, torch.arange(length)[None], None, ids)
+        torch.testing.assert_close(mine[k + 1], hf.lm_head(hidden).detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mscale, all_dim", [(1.0, 0.0), (0.707, 0.0), (0.0, 1.0), (1.0, 1.0)])

@@ -28,9 +28,9 @@ def refusal(folder, tmp_path, capsys) -> str:
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main(["import", f"from={folder}", f"out={tmp_path / 'out'}"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("dstrain: ") == err.count("\n") and "Traceback" not in err
+    assert out == "" and err.startswith("dstrain: ") and err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == before, "something was left behind"
-    return err.splitlines()[-1]
+    return err
 
 
 def rewrite(folder, change) -> str:
@@ -259,7 +259,7 @@ def test_impossible_exports(checkpoint, tmp_path, capsys, keys, said):
     capsys.readouterr()
     code = main(["export", f"checkpoint={checkpoint}", f"out={tmp_path / 'out'}", *keys])
     err = capsys.readouterr().err
-    assert code == 2 and said in err.splitlines()[-1] and not list(tmp_path.iterdir())
+    assert code == 2 and said in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 `store` saves, keeps, verifies and finds them; `tensors` is their tensor part; `folders` names and clears their folders;
 `files` holds what durability needs: checksums and fsync. Nothing in these knows what a tensor means.
 
-`hf_export` and `hf_import` write and read Hugging Face folders: `hf_names` is the map of tensor names, `hf_config` that of
-config.json, `hf_tokenizer` has the tokenizer files, `hf_folder` checks and reads a folder's safetensors.
+`hf_export` and `hf_import` write and read Hugging Face folders: `hf_names` is the map of tensor names, `hf_config` that
+of config.json, `hf_tokenizer` has the tokenizer files, `hf_folder` checks and reads a folder's safetensors.
 """
 
 from dstrain.checkpoint.files import CorruptCheckpoint

@@ -18,7 +18,8 @@ def find_checkpoint(
     """
     path = Path(where)
     if not path.is_dir():
-        raise InputError(f"{key}={where}: no such folder; valid: a run folder such as runs/NAME, or one of its checkpoints")
+        valid = "a run folder such as runs/NAME, or one of its checkpoints"
+        raise InputError(f"{key}={where}: no such folder; valid: {valid}")
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     store = CheckpointStore(root, keep=2)
     steps = [root / f"step-{step:08}" for step in store.steps()]

@@ -47,7 +47,10 @@ class Folder:
 
 
 def to_hugging_face(model: ModelConfig, bos_id: int, eos_id: int, dtype: str, fp8: bool) -> dict:
-    """The config.json of `model`; dtype: its "torch_dtype". InputError where no Hugging Face architecture computes it."""
+    """The config.json of `model`; dtype: its "torch_dtype".
+
+    InputError where no Hugging Face architecture computes the model.
+    """
     architecture = V3 if model.scoring_func == "sigmoid" else V2
     _supported(architecture, asdict(model), "model.")
     if architecture == V2 and model.hidden_size % model.num_attention_heads:
@@ -148,7 +151,7 @@ def _supported(architecture: str, values: dict, prefix: str) -> None:
 
 
 def _rope_out(model: ModelConfig) -> dict:
-    """vLLM and SGLang read rope_theta and rope_scaling, older ones by "type"; transformers 5 reads these or rope_parameters."""
+    """vLLM and SGLang read rope_theta and rope_scaling, older ones by "type"; transformers 5 these or rope_parameters."""
     theta = model.rope_theta
     if model.rope_scaling is None:
         default = {"rope_type": "default", "rope_theta": theta}
@@ -203,7 +206,6 @@ def _is_fp8(quantization: dict | None) -> bool:
         ("activation_scheme", ("dynamic", None)),
     ):
         if quantization.get(key) not in valid:
-            raise InputError(
-                f"quantization_config.{key}={show(quantization.get(key))}: unknown quantisation, valid is {show(valid[0])}"
-            )
+            found = show(quantization.get(key))
+            raise InputError(f"quantization_config.{key}={found}: unknown quantisation, valid is {show(valid[0])}")
     return True

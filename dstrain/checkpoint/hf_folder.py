@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from dstrain.config.errors import InputError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+VALID = "a Hugging Face folder with config.json and safetensors"
 OPEN_FILES = 2  # kept open: a weight and its scales may lie in different shards
 DTYPES = {
     "F64": torch.float64,
@@ -31,7 +32,7 @@ class HuggingFaceFolder:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_dir():
-            raise InputError(f"from={path}: no such folder; valid: a Hugging Face folder with config.json and safetensors")
+            raise InputError(f"from={path}: no such folder; valid: {VALID}")
         self.config = self._json("config.json")
         files = self._files()
         self.kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -124,7 +125,7 @@ class HuggingFaceFolder:
     def _json(self, name: str) -> dict:
         path = self.path / name
         if not path.is_file():
-            raise InputError(f"{path}: missing; valid: a Hugging Face folder with config.json and safetensors")
+            raise InputError(f"{path}: missing; valid: {VALID}")
         try:
             parsed = json.loads(path.read_bytes(), object_pairs_hook=lambda pairs: _unique(pairs, path))
         except ValueError as error:

@@ -1,8 +1,8 @@
 """`dstrain import`: a Hugging Face folder, BF16 or FP8, becomes a checkpoint that train, generate and export take.
 
 Names, shapes, types and scales are checked from the headers first. Then tensors stream one by one, so that no more than
-a tensor is in memory: FP8 is dequantised to BF16, half-split RoPE rows are put into pairs, everything else keeps its type
-(the routing bias is FP32 always), and the MTP layers' copies of embedding and head are compared with the originals.
+a tensor is in memory: FP8 is dequantised to BF16, half-split RoPE rows are put into pairs, everything else keeps its
+type (the routing bias is FP32 always), and the MTP layers' copies of embedding and head are compared with the originals.
 """
 
 import re
@@ -64,8 +64,8 @@ def import_folder(config: ImportConfig) -> int:
             seal(folder, advance)
     for notice in reader.notices:  # only now: what fails says so in one line
         _report(f"{source.path}: {notice}")
-    depth = reader.model.num_nextn_predict_layers
-    _report(f"{config.out}: {len(kinds)} tensors, {size:,} bytes, MTP depth {depth}{', from FP8' if reader.scales else ''}")
+    depth, origin = reader.model.num_nextn_predict_layers, ", from FP8" if reader.scales else ""
+    _report(f"{config.out}: {len(kinds)} tensors, {size:,} bytes, MTP depth {depth}{origin}")
     return 0
 
 
@@ -153,7 +153,8 @@ class WeightReader:
         """FP8 weight -> its scales."""
         quantized = sorted(name for name in names if self.source.kinds[name][1] == FP8)
         if quantized and not fp8:
-            raise InputError(f"{self.source.path / 'config.json'}: no quantization_config, but {some(quantized)} are FP8")
+            where = self.source.path / "config.json"
+            raise InputError(f"{where}: no quantization_config, but {some(quantized)} are FP8")
         lost = [name for name in quantized if name + SCALE not in names]
         if lost:
             raise InputError(
@@ -171,8 +172,8 @@ class WeightReader:
             raise InputError(f"{self.source.path}: {len(missing)} tensors are missing: {some(missing)}{also}")
         if left:
             raise InputError(
-                f"{self.source.file_of(left[0])}: {len(left)} tensors are left over that a model of this config.json does "
-                f"not have: {some(left)}"
+                f"{self.source.file_of(left[0])}: {len(left)} tensors are left over that a model of this config.json "
+                f"does not have: {some(left)}"
             )
 
     def _check_shapes(self) -> None:
@@ -180,12 +181,11 @@ class WeightReader:
             if tensor.name not in self.source.kinds:
                 continue
             shape, dtype = self.source.kinds[tensor.name]
+            where = f"{self.source.file_of(tensor.name)}: {tensor.name}"
             if shape != tensor.shape:
-                raise InputError(
-                    f"{self.source.file_of(tensor.name)}: {tensor.name} is {list(shape)}, config.json makes it {list(tensor.shape)}"
-                )
+                raise InputError(f"{where} is {list(shape)}, config.json makes it {list(tensor.shape)}")
             if dtype == torch.float8_e8m0fnu or dtype == FP8 and (len(shape) != 2 or tensor.copy):
-                raise InputError(f"{self.source.file_of(tensor.name)}: {tensor.name} is FP8, which only matrices are")
+                raise InputError(f"{where} is FP8, which only matrices are")
             if tensor.name in self.scales:
                 scales = self.scales[tensor.name]
                 found, kind = self.source.kinds[scales]

@@ -51,7 +51,7 @@ def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def released_tensors(config: ModelConfig) -> list[Released]:
-    """Every tensor of the released folder of `config`, in the order of the checkpoint's tensors, copies behind theirs."""
+    """Every tensor of the released folder of `config`, in the checkpoint's order, copies behind their originals."""
     tensors = []
     for ours, shape in checkpoint_shapes(config).items():
         stack = _STACK.fullmatch(ours)

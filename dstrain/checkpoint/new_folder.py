@@ -12,7 +12,7 @@ from dstrain.config.errors import InputError
 
 @contextmanager
 def new_folder(out: str, key: str, needed_bytes: int) -> Iterator[Path]:
-    """Yields a temporary folder beside `out`, which gets the name `out` if nothing went wrong, and is removed otherwise.
+    """Yields a temporary folder beside `out`, which gets that name if nothing went wrong, and is removed otherwise.
 
     key: the configuration key of `out`, for errors. InputError where `out` is a file or a folder that is not empty, or
     cannot be made, or its disk has less than `needed_bytes` free.

@@ -20,7 +20,8 @@ class CheckpointReader:
         # name -> [(offset, shape, file)]: a tensor that several ranks saved has several pieces
         self._pieces: dict[str, list] = {}
         for index, place in metadata.storage_data.items():
-            self._pieces.setdefault(index.fqn, []).append((tuple(index.offset), tuple(place.shape), place.relative_path))
+            piece = tuple(index.offset), tuple(place.shape), place.relative_path
+            self._pieces.setdefault(index.fqn, []).append(piece)
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Tensor `name`, or `count` of its leading dimension from `first` on, on the CPU."""

@@ -69,8 +69,8 @@ def compose(
 
     Returns the dataclass, the same as plain containers (every key, resolved), and the overrides to keep with the run:
     for `train` those that the run was started with, replaced by the new ones of the same key or group, without
-    `run.name`, `run.dir` and `run.steps`. `adopt(plain, overrides)` may replace parts of `train`'s plain containers before
-    they are typed and checked. Raises InputError (one line) for anything that is not valid.
+    `run.name`, `run.dir` and `run.steps`. `adopt(plain, overrides)` may replace parts of `train`'s plain containers
+    before they are typed and checked. Raises InputError (one line) for anything that is not valid.
     """
     asked = parse_overrides(command, overrides)
     if command != "train":

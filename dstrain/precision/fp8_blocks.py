@@ -35,7 +35,7 @@ def quantize_blocks(weight: torch.Tensor, power_of_two: bool = True) -> tuple[to
 
 
 def dequantize_blocks(quantized: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """E4M3 [..., rows, columns] and scales of `scale_shape` -> the weight in `dtype`; the product is FP32, rounded once."""
+    """E4M3 [..., rows, columns], scales of `scale_shape` -> the weight in `dtype`; the product is FP32, rounded once."""
     if tuple(scale_inv.shape) != scale_shape(quantized.shape):
         raise ValueError(f"scales {list(scale_inv.shape)} do not belong to a weight {list(quantized.shape)}")
     blocks = _blocks(quantized.float()) * scale_inv.float()[..., :, None, :, None]

@@ -44,7 +44,7 @@ def adopt(plain: dict, overrides: list[Any]) -> dict:
     theirs = stored_model(path)
     asked = {o.key.split(".")[1] for o in overrides if not o.is_group and o.key.startswith("model.")}
     if any(o.key == "model" and not o.is_group for o in overrides):
-        raise InputError("model={…} with checkpoint.initial: give the model's keys one by one, as in model.rope_scaling=…")
+        raise InputError("model={…} with checkpoint.initial: give its keys one by one, as in model.rope_scaling=…")
     chosen = [o.value for o in overrides if o.is_group and o.key == "model"]
     if chosen:
         _require_same(path, theirs, build(ModelConfig, plain["model"], "model"), f"model={chosen[-1]}")
@@ -73,7 +73,7 @@ def with_tokenizer(config: TrainConfig, path: Path) -> TrainConfig:
 
 
 def carried_files(config: TrainConfig, path: Path) -> dict[str, bytes]:
-    """Files of checkpoint `path` that belong to its tokenizer; they go into the new run's checkpoints if it uses that."""
+    """Files of checkpoint `path` that belong to its tokenizer, for the checkpoints of a run that uses that."""
     if config.data.tokenizer is not None:
         return {}
     stored = CheckpointStore.files(path)

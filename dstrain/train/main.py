@@ -112,7 +112,7 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
 
 
 def initial_checkpoint(config: TrainConfig, console: RunConsole) -> Path | None:
-    """Whose architecture and tokenizer the run takes: its own newest checkpoint's, else checkpoint.initial's if given."""
+    """Whose architecture and tokenizer the run takes: its own newest checkpoint's, else checkpoint.initial's."""
     where = config.checkpoint.initial
     if where is None:
         return None

@@ -87,11 +87,11 @@ def their_gradients(hf, model):
     for name in model.state_dict():
         if name in theirs or ".experts." not in name:
             continue
-        stack = name.removesuffix(".weight")
-        if stack.endswith("down_proj"):
-            theirs[name] = theirs.get(stack)
-        elif (joined := theirs.get(stack.replace("up_proj", "gate_up_proj").replace("gate_proj", "gate_up_proj"))) is not None:
-            theirs[name] = joined.chunk(2, dim=1)[0 if stack.endswith("gate_proj") else 1]
+        stack, kind = name.removesuffix(".weight").rsplit(".", 1)
+        if kind == "down_proj":
+            theirs[name] = theirs.get(f"{stack}.down_proj")
+        elif (joined := theirs.get(f"{stack}.gate_up_proj")) is not None:
+            theirs[name] = joined.chunk(2, dim=1)[0 if kind == "gate_proj" else 1]
     return theirs
 
 
@@ -145,9 +145,22 @@ def test_in_float64_they_agree_to_its_rounding(changes, tmp_path, monkeypatch):
     assert_agree(folder, import_(folder, tmp_path / "back"), monkeypatch, torch.float64, 1e-9, 1e-9)
 
 
+def test_yarn_keys_that_a_folder_leaves_out_mean_what_they_mean_to_transformers(tmp_path, monkeypatch):
+    """Without mscale and mscale_all_dim: cos and sin are scaled by 0.1 ln(factor) + 1, the softmax is not."""
+    yarn = YarnConfig(4.0, 64)
+    folder = export(write_checkpoint(tmp_path / "run", tiny_config(**ROPE, rope_scaling=yarn)), tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config))
+    back = import_(folder, tmp_path / "back")
+    assert model_of(back, torch.float32).config.rope_scaling == YarnConfig(4.0, 64, 32.0, 1.0, 1.0, 0.0)
+    assert_agree(folder, back, monkeypatch, torch.float32, 1e-4, 1e-4)
+
+
 def test_transformers_loads_the_mtp_modules_of_an_export_and_drafts_the_same_logits(tmp_path, monkeypatch):
-    """FAULTS B18 and B19: names, order of [embedding, hidden], and the state after the norm. transformers looks for layer
-    61 only, so here it is told which layers are MTP's."""
+    """FAULTS B18 and B19: names, order of [embedding, hidden], and the state after the norm. transformers looks for
+    layer 61 only, so here it is told which layers are MTP's."""
     config = tiny_config(**ROPE, rope_scaling=YARN)
     folder = export(write_checkpoint(tmp_path / "run", config), tmp_path / "hf")
     model, hf = model_of(import_(folder, tmp_path / "back"), torch.float32), hugging_face(folder)
@@ -175,8 +188,8 @@ def test_yarn_without_one_of_its_factors_is_computed_alike(mscale, all_dim, tmp_
     "version, interleave", [("v3", True), ("v3 q-plain", True), ("v2", True), ("v3", False), ("v3 q-plain", False)]
 )
 def test_a_folder_that_transformers_wrote_imports_and_agrees(version, interleave, tmp_path, monkeypatch, capsys):
-    """FAULTS B03: rope_interleave=false has the rotated rows half-split; only V3 knows it. A saved V3 still announces an
-    MTP module, whose weights transformers does not save."""
+    """FAULTS B03: rope_interleave=false has the rotated rows half-split; only V3 knows it. A saved V3 still announces
+    an MTP module, whose weights transformers does not save."""
     sizes = dict(
         vocab_size=61, hidden_size=24, intermediate_size=32, moe_intermediate_size=10, num_hidden_layers=3,
         first_k_dense_replace=1, num_attention_heads=4, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8,
@@ -219,8 +232,8 @@ def test_greedy_text_equals_transformers_generate(tmp_path, capsys):
         assert inputs.input_ids[0].tolist() == tokenizer.encode_prompt(prompt)
         out = hf.generate(**inputs, do_sample=False, max_new_tokens=80)[0, inputs.input_ids.shape[1] :]
         capsys.readouterr()
-        keys = [f"checkpoint={tmp_path / 'back'}", f"prompt={prompt}", "temperature=0", "precision=fp32", "max_tokens=80"]
-        assert main(["generate", *keys]) == 0
+        keys = ["temperature=0", "precision=fp32", "max_tokens=80"]
+        assert main(["generate", f"checkpoint={tmp_path / 'back'}", f"prompt={prompt}", *keys]) == 0
         text = capsys.readouterr().out.removesuffix("\n")
         ids = out.tolist()
         assert len(set(ids)) > 3, "a text of one repeated token would prove little"

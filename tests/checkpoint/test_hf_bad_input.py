@@ -110,7 +110,9 @@ def test_a_tensor_doubled_in_the_index(folder, tmp_path, capsys):
     assert INDEX in said and "'lm_head.weight' is doubled" in said
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.8.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.experts.8.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
+)
 def test_a_tensor_left_over(folder, tmp_path, capsys, name):
     shard = rewrite(folder, lambda held: held.update({name: torch.ones(2)}))
     assert f"{name} is not in {INDEX}" in refusal(folder, tmp_path, capsys)

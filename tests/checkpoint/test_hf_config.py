@@ -20,7 +20,9 @@ def there_and_back(config: ModelConfig) -> ModelConfig:
     return from_hugging_face(written, config.name, "config.json").model
 
 
-@pytest.mark.parametrize("yarn", [None, YarnConfig(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)], ids=["plain", "yarn"])
+@pytest.mark.parametrize(
+    "yarn", [None, YarnConfig(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)], ids=["plain", "yarn"]
+)
 @pytest.mark.parametrize("name", groups()["model"])
 def test_every_model_comes_back_as_it_went(name, yarn, tmp_path):
     """mtp_depth_weights are a setting of training and have no place in the file."""
@@ -53,7 +55,8 @@ RELEASED_V3 = {
     "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
                      "original_max_position_embeddings": 4096, "type": "yarn"},
     "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+    "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128,
+    "vocab_size": 129280,
 }
 
 

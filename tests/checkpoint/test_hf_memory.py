@@ -1,8 +1,8 @@
 """Import streams: its memory does not grow with the model.
 
-The bound asked for is the model's own size and twice its largest shard. Streaming needs much less: two shards stay mapped
-(a weight and its scales may lie apart) and one tensor is in hand. Measured is the growth of the process's peak memory,
-mapped pages included, over what it needed for a tiny import.
+The bound asked for is the model's own size and twice its largest shard. Streaming needs much less: two shards stay
+mapped (a weight and its scales may lie apart) and one tensor is in hand. Measured is the growth of the process's peak
+memory, mapped pages included, over what it needed for a tiny import.
 """
 
 import subprocess

@@ -16,7 +16,7 @@ from dstrain.checkpoint.hf_tokenizer import MOONSHOT_PIECES, convert_tiktoken, r
 from dstrain.config.errors import InputError
 from dstrain.data.tokenizer import Tokenizer
 
-TEXT = """def Fibonacci(n):\n    return n if n < 2 else fibonacci(n-1)  +  fibonacci(n - 2)  # it's, WE'LL, I'd, 12345 6\r\n
+TEXT = """def Fibonacci(n):\n    return n if n < 2 else fibonacci(n-1)  +  fibonacci(n - 2)  # it's, WE'LL, 12345 6\r\n
 中文English混合 汉字abc 北京市Pascal的人, 日本語のテキスト 한국어 naïve Ünïcödé ßtraße ΑΒΓαβγ Ǆ ǅ 1234567 ½ ٣٤٥ é\u0301 🙂👩‍👩‍👧 aaaaaaaaaaaaaaa
 \t\tx=[1,2,3];;  \n\n\n   trailing   \n"""
 NAMES = {"[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "[PAD]": 7}  # behind the text tokens
@@ -28,7 +28,8 @@ def pieces(text: str) -> list[str]:
 
 
 def merge(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """tiktoken's rule: a piece that is a token is taken whole; else join the first pair of the lowest rank, repeatedly."""
+    """tiktoken's rule: a piece that is a token is taken whole; else the first pair of the lowest rank is joined, again
+    and again."""
     if piece in ranks:
         return [ranks[piece]]
     parts = [piece[i : i + 1] for i in range(len(piece))]
@@ -61,6 +62,7 @@ def ranks():
                     word[i : i + 2] = [b"".join(best)]
                 i += 1
     assert len(learned) > 320
+    learned[b"Zwq"] = len(learned)  # no merges lead to it: only a piece that is just this gives it
     return learned
 
 
@@ -80,7 +82,7 @@ def test_ids_equal_tiktokens_rule(folder, ranks):
     library = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
     assert library.get_vocab_size() == len(ranks) + 8
     draw = random.Random(2)
-    texts = [TEXT, "a" * 37] + ["".join(draw.choices(TEXT, k=60)) for _ in range(300)]
+    texts = [TEXT, "a" * 37, "Zwq", "Zwqq Zwq"] + ["".join(draw.choices(TEXT, k=60)) for _ in range(300)]
     for text in texts:
         expected = [i for piece in pieces(text) for i in merge(piece.encode(), ranks)]
         assert "".join(pieces(text)) == text
@@ -101,7 +103,7 @@ def test_ids_equal_the_tiktoken_library(folder, ranks):
     )
     library = tokenizers.Tokenizer.from_str(convert_tiktoken(folder, len(ranks) + 8)["tokenizer.json"].decode())
     draw = random.Random(3)
-    for text in [TEXT, "a" * 400] + ["".join(draw.choices(TEXT, k=60)) for _ in range(2000)]:
+    for text in [TEXT, "a" * 400, "Zwq", "Zwqq Zwq"] + ["".join(draw.choices(TEXT, k=60)) for _ in range(2000)]:
         assert library.encode(text).ids == theirs.encode(text, allowed_special="all")
 
 

@@ -82,7 +82,8 @@ def test_the_run_continues_from_its_own_checkpoint_and_needs_the_initial_one_no_
     assert main(["train", "run.name=new", "run.steps=3"]) == 0
     said = capsys.readouterr().out
     assert "IGNORED checkpoint.initial=initial" in said and "continuing from" in said
-    assert [json.loads(line)["step"] for line in (here / "runs/new/metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    lines = (here / "runs/new/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
 def test_dropped_mtp_modules_are_named(here, trained, capsys):

@@ -1,9 +1,13 @@
 """Small models with the oracle's random weights over a grid of architectures, and one pass through them."""
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 from oracle import random_weights, tiny_config
 
 from dstrain.config.schema import YarnConfig
+from dstrain.model import loss
 from dstrain.model.batch import MicroBatch
 from dstrain.model.loss import LossSums, LossWeights
 from dstrain.model.model import Model
@@ -56,3 +60,16 @@ def run(model, config, tokens, documents, document_mask, recompute=False, alpha=
     sums = LossSums(depth, torch.device("cpu"))
     forward_backward(model, batch, LocalDispatcher(), sums, weights, recompute)
     return sums, counts
+
+
+@contextmanager
+def caught_logits():
+    """Inside, the logits [rows, vocab] of every head in the order they are computed: a list that fills."""
+    caught, original = [], loss.project
+
+    def project(*args):
+        caught.append(original(*args).detach())
+        return caught[-1]
+
+    with patch.object(loss, "project", project):
+        yield caught

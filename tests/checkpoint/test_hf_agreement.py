@@ -13,7 +13,7 @@ import transformers
 from exact_hf import make_exact
 from hf_folders import export, import_, model_of, tensors, write_checkpoint
 from oracle import tiny_config
-from small_models import sample
+from small_models import caught_logits, sample
 from transformers.modeling_layers import MtpModel
 
 from dstrain.cli import main
@@ -68,15 +68,13 @@ def hugging_face(folder, dtype=torch.float32):
     return model.to(dtype).eval()
 
 
-def ours(model, tokens, documents, monkeypatch):
-    """Logits [B, L, V] of every depth, caught on their way into the cross-entropy; gradients of the main loss alone are
+def ours(model, tokens, documents):
+    """Logits [B, L, V] of every depth, caught where the heads compute them; gradients of the main loss alone are
     in main_grad."""
     depth = model.config.num_nextn_predict_layers
     batch = MicroBatch(tokens, documents, depth, False)
     weights = LossWeights.of_batch(batch.valid_counts().tolist(), len(tokens), 0.0, model.config.depth_weights, 0.0)
-    caught, original = [], units.cross_entropy_sum
-    with monkeypatch.context() as patch:
-        patch.setattr(units, "cross_entropy_sum", lambda x, t: (caught.append(x.detach()), original(x, t))[1])
+    with caught_logits() as caught:
         units.forward_backward(model, batch, LocalDispatcher(), LossSums(depth, torch.device("cpu")), weights, False)
     return [logits.unflatten(0, (len(tokens), -1)) for logits in caught]
 
@@ -95,7 +93,7 @@ def their_gradients(hf, model):
     return theirs
 
 
-def assert_agree(folder, checkpoint, monkeypatch, dtype, tolerance, gradient_tolerance=None):
+def assert_agree(folder, checkpoint, dtype, tolerance, gradient_tolerance=None):
     """gradient_tolerance None: their weights have their rows in another order, so only logits are compared."""
     model, hf = model_of(checkpoint, dtype), hugging_face(folder, dtype)
     for length in LENGTHS:
@@ -103,7 +101,7 @@ def assert_agree(folder, checkpoint, monkeypatch, dtype, tolerance, gradient_tol
         hf.zero_grad()
         for parameter in model.parameters():
             parameter.main_grad.zero_()
-        mine = ours(model, tokens, documents * 0, monkeypatch)[0]
+        mine = ours(model, tokens, documents * 0)[0]
         logits = hf(tokens[:, :length], use_cache=False).logits
         assert mine.shape == logits.shape and mine.dtype == logits.dtype == dtype
         torch.testing.assert_close(mine, logits.detach(), rtol=tolerance, atol=tolerance)
@@ -122,14 +120,14 @@ def assert_agree(folder, checkpoint, monkeypatch, dtype, tolerance, gradient_tol
 
 
 @pytest.mark.parametrize("changes", grid())
-def test_logits_and_gradients_equal_transformers_and_the_way_back_is_bit_equal(changes, tmp_path, monkeypatch):
+def test_logits_and_gradients_equal_transformers_and_the_way_back_is_bit_equal(changes, tmp_path):
     checkpoint = write_checkpoint(tmp_path / "run", tiny_config(**ROPE, **changes))
     folder = export(checkpoint, tmp_path / "hf")
     back = import_(folder, tmp_path / "back")
     before, after = tensors(checkpoint), tensors(back)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
-    assert_agree(folder, back, monkeypatch, torch.float32, 1e-4, 1e-4)
+    assert_agree(folder, back, torch.float32, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +140,10 @@ def test_in_float64_they_agree_to_its_rounding(changes, tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "run", tiny_config(**ROPE, **changes))
     folder = export(checkpoint, tmp_path / "hf")
     make_exact(monkeypatch)
-    assert_agree(folder, import_(folder, tmp_path / "back"), monkeypatch, torch.float64, 1e-9, 1e-9)
+    assert_agree(folder, import_(folder, tmp_path / "back"), torch.float64, 1e-9, 1e-9)
 
 
-def test_yarn_keys_that_a_folder_leaves_out_mean_what_they_mean_to_transformers(tmp_path, monkeypatch):
+def test_yarn_keys_that_a_folder_leaves_out_mean_what_they_mean_to_transformers(tmp_path):
     """Without mscale and mscale_all_dim: cos and sin are scaled by 0.1 ln(factor) + 1, the softmax is not."""
     yarn = YarnConfig(4.0, 64)
     folder = export(write_checkpoint(tmp_path / "run", tiny_config(**ROPE, rope_scaling=yarn)), tmp_path / "hf")
@@ -155,10 +153,10 @@ def test_yarn_keys_that_a_folder_leaves_out_mean_what_they_mean_to_transformers(
     (folder / "config.json").write_text(json.dumps(config))
     back = import_(folder, tmp_path / "back")
     assert model_of(back, torch.float32).config.rope_scaling == YarnConfig(4.0, 64, 32.0, 1.0, 1.0, 0.0)
-    assert_agree(folder, back, monkeypatch, torch.float32, 1e-4, 1e-4)
+    assert_agree(folder, back, torch.float32, 1e-4, 1e-4)
 
 
-def test_transformers_loads_the_mtp_modules_of_an_export_and_drafts_the_same_logits(tmp_path, monkeypatch):
+def test_transformers_loads_the_mtp_modules_of_an_export_and_drafts_the_same_logits(tmp_path):
     """FAULTS B18 and B19: names, order of [embedding, hidden], and the state after the norm. transformers looks for
     layer 61 only, so here it is told which layers are MTP's."""
     config = tiny_config(**ROPE, rope_scaling=YARN)
@@ -169,7 +167,7 @@ def test_transformers_loads_the_mtp_modules_of_an_export_and_drafts_the_same_log
     length = LENGTHS[1]
     tokens, documents = sample(config, length=length)
     hidden = hf.model(tokens[:, :length]).last_hidden_state
-    mine = ours(model, tokens, documents * 0, monkeypatch)
+    mine = ours(model, tokens, documents * 0)
     for k in range(2):
         ids = tokens[:, k + 1 : k + 1 + length]
         hidden = drafts.forward_layer(k, hidden, torch.arange(length)[None], None, ids)
@@ -177,17 +175,17 @@ def test_transformers_loads_the_mtp_modules_of_an_export_and_drafts_the_same_log
 
 
 @pytest.mark.parametrize("mscale, all_dim", [(1.0, 0.0), (0.707, 0.0), (0.0, 1.0), (1.0, 1.0)])
-def test_yarn_without_one_of_its_factors_is_computed_alike(mscale, all_dim, tmp_path, monkeypatch):
+def test_yarn_without_one_of_its_factors_is_computed_alike(mscale, all_dim, tmp_path):
     """FAULTS B01's kind: transformers takes mscale and mscale_all_dim together or not at all."""
     yarn = YarnConfig(4.0, 64, 4.0, 1.0, mscale=mscale, mscale_all_dim=all_dim)
     folder = export(write_checkpoint(tmp_path / "run", tiny_config(**ROPE, rope_scaling=yarn)), tmp_path / "hf")
-    assert_agree(folder, import_(folder, tmp_path / "back"), monkeypatch, torch.float32, 1e-4, 1e-4)
+    assert_agree(folder, import_(folder, tmp_path / "back"), torch.float32, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize(
     "version, interleave", [("v3", True), ("v3 q-plain", True), ("v2", True), ("v3", False), ("v3 q-plain", False)]
 )
-def test_a_folder_that_transformers_wrote_imports_and_agrees(version, interleave, tmp_path, monkeypatch, capsys):
+def test_a_folder_that_transformers_wrote_imports_and_agrees(version, interleave, tmp_path, capsys):
     """FAULTS B03: rope_interleave=false has the rotated rows half-split; only V3 knows it. A saved V3 still announces
     an MTP module, whose weights transformers does not save."""
     sizes = dict(
@@ -211,11 +209,11 @@ def test_a_folder_that_transformers_wrote_imports_and_agrees(version, interleave
     checkpoint = import_(folder, tmp_path / "back")
     said = capsys.readouterr().err
     assert "no tokenizer" in said and ("announces 1 MTP modules" in said) == (version != "v2")
-    assert_agree(folder, checkpoint, monkeypatch, torch.float32, 1e-4, 1e-4 if interleave else None)
+    assert_agree(folder, checkpoint, torch.float32, 1e-4, 1e-4 if interleave else None)
     if not interleave:  # the export is interleaved, and the same function still
         again = export(checkpoint, tmp_path / "again")
         assert json.loads((again / "config.json").read_text())["rope_interleave"] is True
-        assert_agree(again, checkpoint, monkeypatch, torch.float32, 1e-4, 1e-4)
+        assert_agree(again, checkpoint, torch.float32, 1e-4, 1e-4)
 
 
 def test_greedy_text_equals_transformers_generate(tmp_path, capsys):

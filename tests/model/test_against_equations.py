@@ -3,7 +3,7 @@
 import pytest
 import torch
 from oracle import oracle, tiny_config
-from small_models import ALPHA, GRID, MTP_WEIGHT, build, run, sample
+from small_models import ALPHA, GRID, MTP_WEIGHT, build, caught_logits, run, sample
 
 
 @pytest.mark.parametrize("document_mask", [False, True], ids=["windows", "documents"])
@@ -32,18 +32,13 @@ def test_losses_loads_and_gradients_equal_the_equations(case, document_mask, dty
 
 
 @pytest.mark.parametrize("case", GRID)
-def test_logits_of_every_depth_equal_the_equations(case, monkeypatch):
-    """The logits are caught where the head computes them."""
+def test_logits_of_every_depth_equal_the_equations(case):
     config = tiny_config(**GRID[case])
     model, weights = build(config, torch.float64)
     tokens, documents = sample(config)
     expected = oracle(config, weights, tokens, documents, balance_alpha=ALPHA, mtp_weight=MTP_WEIGHT)
-    caught = []
-    from dstrain.model import loss
-
-    original = loss.project
-    monkeypatch.setattr(loss, "project", lambda *args: (caught.append(original(*args)), caught[-1])[1])
-    run(model, config, tokens, documents, document_mask=False)
+    with caught_logits() as caught:
+        run(model, config, tokens, documents, document_mask=False)
     assert len(caught) == 1 + config.num_nextn_predict_layers
     for mine, theirs in zip(caught, expected.logits, strict=True):
         torch.testing.assert_close(mine, theirs.detach().flatten(0, 1), rtol=1e-9, atol=1e-9)

@@ -2,20 +2,17 @@
 
 import torch
 from oracle import tiny_config
-from small_models import build
+from small_models import build, caught_logits
 
-from dstrain.model import loss
 from dstrain.model.batch import IGNORED, MicroBatch
 from dstrain.model.loss import LossSums
 from dstrain.model.units import evaluate
 from dstrain.parallel.dispatch import LocalDispatcher
 
 
-def logits_of(model, tokens, documents, depth, monkeypatch):
+def logits_of(model, tokens, documents, depth):
     """Logits of every depth, [L, vocab] each, of one sequence under the document mask."""
-    caught, original = [], loss.project
-    with monkeypatch.context() as patch:
-        patch.setattr(loss, "project", lambda *args: (caught.append(original(*args)), caught[-1])[1])
+    with caught_logits() as caught:
         batch = MicroBatch(tokens.unsqueeze(0), documents.unsqueeze(0), depth, document_mask=True)
         evaluate(model, batch, LocalDispatcher(), LossSums(depth, torch.device("cpu")))
     return caught
@@ -32,7 +29,7 @@ def test_targets_stay_inside_the_document_at_every_depth():
     assert MicroBatch(tokens, documents, depth=1).targets(1).tolist() == [[12, 20, 21, 22, 9, 9]]
 
 
-def test_the_first_document_cannot_be_seen_from_the_second(monkeypatch):
+def test_the_first_document_cannot_be_seen_from_the_second():
     """Two 64-token documents: changing the first leaves the second's logits bit-identical, at every depth, and they
     equal those of the second document alone."""
     config = tiny_config(max_position_embeddings=256)
@@ -40,18 +37,18 @@ def test_the_first_document_cannot_be_seen_from_the_second(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (131,), generator=generator)
     documents = torch.tensor([0] * 64 + [1] * 67)
-    first = logits_of(model, tokens, documents, 2, monkeypatch)
+    first = logits_of(model, tokens, documents, 2)
     changed = tokens.clone()
     changed[:64] = torch.randint(0, config.vocab_size, (64,), generator=generator)
-    second = logits_of(model, changed, documents, 2, monkeypatch)
-    alone = logits_of(model, tokens[64:], documents[64:], 2, monkeypatch)
+    second = logits_of(model, changed, documents, 2)
+    alone = logits_of(model, tokens[64:], documents[64:], 2)
     for a, b, c in zip(first, second, alone, strict=True):
         assert not torch.equal(a[:64], b[:64])
         assert torch.equal(a[64:], b[64:])
         torch.testing.assert_close(a[64:], c, rtol=1e-5, atol=1e-5)
 
 
-def test_mtp_reads_the_embedding_first(monkeypatch):
+def test_mtp_reads_the_embedding_first():
     """FAULTS B19: with eh_proj = [I, 0] only the embedding reaches the module, with [0, I] only the state."""
     config = tiny_config(num_nextn_predict_layers=1)
     model, _ = build(config, torch.float64)

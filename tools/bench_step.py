@@ -51,8 +51,11 @@ def compare(options: dict, precision: str) -> list[dict]:
     """Interleaved medians of every contestant in one precision."""
     specs = [{"who": "dstrain", "mtp": int(depth)} for depth in options["mtp"].split(",")]
     specs += [{"who": peer} for peer in options["peers"].split(",") if peer != "none"]
-    contestants = [Contestant(spec, options, precision) for spec in specs]
-    contestants = [c for c in contestants if c.ready()]
+    contestants = []
+    for spec in specs:  # one after the other: each chooses its setting on a quiet machine
+        contestant = Contestant(spec, options, precision)
+        if contestant.ready():
+            contestants.append(contestant)
     for number in range(int(options["rounds"])):
         for contestant in contestants:
             contestant.step()

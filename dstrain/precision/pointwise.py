@@ -25,8 +25,13 @@ def kernel(function):
     return call
 
 
+compiled = False  # whether compile_kernels was called
+
+
 def compile_kernels() -> None:
     """From now on run every kernel fused by torch.compile, for any number of rows."""
+    global compiled
+    compiled = True
     for name, function in _kernels.items():
         _kernels[name] = torch.compile(function, dynamic=True, fullgraph=True)
 

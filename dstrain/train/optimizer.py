@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from dstrain.config.schema import OptimConfig
+from dstrain.precision import pointwise
+from dstrain.precision.pointwise import kernel
 from dstrain.precision.policy import Precision
 
 # Elements updated at once. On the CPU a chunk and its temporaries stay in the cache, so that the state is read and
 # written once; on a GPU a chunk only bounds the temporaries.
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
+ROW = 4096  # elements of a gradient whose norm is taken without leaving its type
 
 
 @dataclass
@@ -30,6 +33,20 @@ class ParameterState:
     @property
     def has_master(self) -> bool:
         return self.parameter.dtype != self.master.dtype
+
+
+@kernel
+def adamw_update(master, main_grad, exp_avg, exp_avg_sq, scalars):
+    """In place, one range of a flattened parameter; the gradient is zero afterwards. scalars: see `AdamW.step`."""
+    scale, keep1, beta2, keep2, shrink, step_size, correction2, eps = scalars.unbind()
+    grad = main_grad * scale
+    first = exp_avg.to(grad.dtype)
+    first = first + (grad - first) * keep1
+    second = exp_avg_sq.to(grad.dtype) * beta2 + grad * grad * keep2
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    master.copy_(master * shrink - first * step_size / ((second / correction2).sqrt() + eps))
+    main_grad.zero_()
 
 
 class AdamW:
@@ -55,9 +72,14 @@ class AdamW:
             state.parameter.detach().view(-1).copy_(state.master)
 
     def grad_norm(self) -> torch.Tensor:
-        """The global L2 norm of every main_grad, a float64 scalar."""
-        norms = [torch.linalg.vector_norm(s.parameter.main_grad, dtype=torch.float64) for s in self.states.values()]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        """The global L2 norm of every main_grad, a float64 scalar: rows of 4096 in the main type, their sum in FP64."""
+        squares = []
+        for state in self.states.values():
+            flat = state.parameter.main_grad.view(-1)
+            whole = len(flat) // ROW * ROW
+            for rows in (flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)):
+                squares.append(torch.linalg.vector_norm(rows, dim=1).double().square().sum())
+        return torch.stack(squares).sum().sqrt()
 
     @torch.no_grad()
     def step(self, learning_rate: float, update: int, grad_scale: float) -> None:
@@ -67,23 +89,18 @@ class AdamW:
         """
         config = self.config
         correction1, correction2 = 1 - config.beta1**update, 1 - config.beta2**update
+        numbers = [grad_scale, 1 - config.beta1, config.beta2, 1 - config.beta2, 0.0, learning_rate / correction1,
+                   correction2, config.eps]
         for state in self.states.values():
+            numbers[4] = 1 - learning_rate * config.weight_decay if state.decay else 1.0
+            scalars = torch.tensor(numbers, dtype=state.master.dtype, device=state.master.device)
             weight = state.parameter.detach().view(-1)
             flats = (weight, state.master, state.parameter.main_grad.view(-1), state.exp_avg, state.exp_avg_sq)
-            size = CHUNK[weight.device.type]
-            for weight, master, main_grad, exp_avg, exp_avg_sq in zip(*(flat.split(size) for flat in flats)):
-                grad = main_grad * grad_scale
-                first = exp_avg.to(grad.dtype, copy=True).lerp_(grad, 1 - config.beta1)
-                second = (exp_avg_sq.to(grad.dtype) * config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
-                exp_avg.copy_(first)
-                exp_avg_sq.copy_(second)
-                if state.decay:
-                    master.mul_(1 - learning_rate * config.weight_decay)
-                denominator = second.div_(correction2).sqrt_().add_(config.eps)
-                master.addcdiv_(first, denominator, value=-learning_rate / correction1)
+            size = weight.numel() if pointwise.compiled else CHUNK[weight.device.type]
+            for weight, master, *rest in zip(*(flat.split(size) for flat in flats)):
+                adamw_update(master, *rest, scalars)
                 if state.has_master:
                     weight.copy_(master)
-                main_grad.zero_()
 
     def zero_grad(self) -> None:
         for state in self.states.values():

@@ -47,6 +47,46 @@ def test_ten_updates_equal_torch_adamw(chunk, monkeypatch):
         torch.testing.assert_close(state.parameter.detach(), copies[name].detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
+def test_the_compiled_update_equals_the_eager_one():
+    """In BF16 with BF16 moments, for sizes below, at and above a vector; to the rounding of FP32."""
+    import dstrain.train.optimizer as module
+    from dstrain.precision import pointwise
+
+    saved = dict(pointwise._kernels)
+    results = []
+    try:
+        for compiled in (False, True):
+            if compiled:
+                pointwise.compile_kernels()
+            _, optimizer = make_optimizer("bf16", moments="bf16")
+            for update in range(1, 4):
+                for state in optimizer.states.values():
+                    state.parameter.main_grad.normal_(generator=torch.Generator().manual_seed(update))
+                optimizer.step(1e-2, update, grad_scale=0.5)
+            assert all(not state.parameter.main_grad.any() for state in optimizer.states.values())
+            results.append({name: state.master for name, state in optimizer.states.items()})
+    finally:
+        pointwise._kernels.update(saved)
+        pointwise.compiled = False
+    assert module.pointwise is pointwise
+    for name, master in results[0].items():
+        torch.testing.assert_close(results[1][name], master, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_grad_norm_is_the_norm_of_all_gradients_together():
+    """Against one float64 norm; a parameter longer than a row, with a rest, is among them."""
+    from dstrain.train.optimizer import ROW
+
+    _, optimizer = make_optimizer("fp32")
+    grads = [state.parameter.main_grad for state in optimizer.states.values()]
+    for seed, grad in enumerate(grads):
+        grad.normal_(generator=torch.Generator().manual_seed(seed))
+    assert any(grad.numel() > ROW and grad.numel() % ROW for grad in grads)
+    expected = torch.cat([grad.double().flatten() for grad in grads]).norm()
+    torch.testing.assert_close(optimizer.grad_norm(), expected, rtol=1e-6, atol=0)
+
+
 def test_every_parameter_is_in_the_optimizer_once_and_only_matrices_decay():
     """FAULTS C11."""
     model, optimizer = make_optimizer()

@@ -47,22 +47,27 @@ def grouped_dgrad(grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tenso
 
 def grouped_wgrad(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, main_grad: torch.Tensor) -> None:
     """main_grad [experts, out, in] += gradᵀ x, expert by expert; an expert without rows adds nothing."""
-    if grad.is_cuda:
+    if _takes_grouped_mm(grad, x):
         main_grad.add_(F.grouped_mm(grad.t(), x, offs=offsets))
-        return
-    for expert, rows in _groups(offsets):
-        wgrad(grad[rows], x[rows], main_grad[expert])
+    else:
+        for expert, rows in _groups(offsets):
+            wgrad(grad[rows], x[rows], main_grad[expert])
 
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """x [rows, k], weight [experts, k, n] -> [rows, n]."""
-    if x.is_cuda:
+    if _takes_grouped_mm(x, weight):
         return F.grouped_mm(x, weight, offs=offsets)
-    # On the CPU a loop is as fast as F.grouped_mm, takes any size and FP64, and skips idle experts.
     out = x.new_empty(x.shape[0], weight.shape[-1])
     for expert, rows in _groups(offsets):
         torch.mm(x[rows], weight[expert], out=out[rows])
     return out
+
+
+def _takes_grouped_mm(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether PyTorch's grouped product takes these: no FP64, and rows of whole 16 bytes. Models' sizes are such."""
+    lengths = (x.shape[-1], other.shape[-1], other.shape[-2] if other.ndim == 3 else 0)
+    return x.dtype != torch.float64 and len(x) > 0 and not any(n * x.itemsize % 16 for n in lengths)
 
 
 def _groups(offsets: torch.Tensor):

@@ -52,13 +52,13 @@ def sample(config, sequences=2, length=16, seed=5):
     return tokens, documents
 
 
-def run(model, config, tokens, documents, document_mask, recompute=False, alpha=ALPHA):
+def run(model, config, tokens, documents, document_mask, recompute=False, alpha=ALPHA, dispatcher=None):
     depth = config.num_nextn_predict_layers
     batch = MicroBatch(tokens, documents, depth, document_mask)
     counts = batch.valid_counts().tolist()
     weights = LossWeights.of_batch(counts, len(tokens), MTP_WEIGHT, config.depth_weights, alpha)
     sums = LossSums(depth, torch.device("cpu"))
-    forward_backward(model, batch, LocalDispatcher(), sums, weights, recompute)
+    forward_backward(model, batch, dispatcher or LocalDispatcher(), sums, weights, recompute)
     return sums, counts
 
 

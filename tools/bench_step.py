@@ -154,7 +154,7 @@ def ours(config, tokens, precision: str, compiled: bool):
     import torch
 
     from dstrain.model.model import Model
-    from dstrain.parallel.dispatch import LocalDispatcher
+    from dstrain.parallel.dispatch import LocalDispatcher, row_alignment
     from dstrain.precision.main_grad import attach_main_grads
     from dstrain.precision.pointwise import compile_kernels
     from dstrain.precision.policy import PRECISIONS
@@ -170,7 +170,8 @@ def ours(config, tokens, precision: str, compiled: bool):
     optimizer = AdamW(model, config.optim, chosen)
     initialise(model, optimizer, seed=0)
     stream = type("Stream", (), {"batch": lambda self, first, count: (tokens, torch.zeros_like(tokens))})()
-    stepper, state = Stepper(config, model, optimizer, LocalDispatcher(), stream), RunState()
+    dispatcher = LocalDispatcher(row_alignment(model.device, chosen.compute))
+    stepper, state = Stepper(config, model, optimizer, dispatcher, stream), RunState()
     for _ in range(2):
         stepper.step(state)
     return f"moments {config.optim.moments}, compile {str(compiled).lower()}", lambda: stepper.step(state)

@@ -22,7 +22,7 @@ from dstrain.model import units
 from dstrain.model.block import BlockPass
 from dstrain.model.model import Model
 from dstrain.parallel.device import pick_device
-from dstrain.parallel.dispatch import LocalDispatcher
+from dstrain.parallel.dispatch import LocalDispatcher, row_alignment
 from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import resolve_precision
@@ -90,7 +90,7 @@ def make_stepper(config, precision, device) -> Stepper:
     width = config.data.sequence_length + 1 + config.model.num_nextn_predict_layers
     tokens = torch.randint(0, config.model.vocab_size, (config.batch.sequences, width))
     stream = type("Stream", (), {"batch": lambda self, first, count: (tokens[:count], torch.zeros_like(tokens[:count]))})()
-    return Stepper(config, model, optimizer, LocalDispatcher(), stream)
+    return Stepper(config, model, optimizer, LocalDispatcher(row_alignment(device, precision.compute)), stream)
 
 
 def report(profiler, steps: int, device: torch.device) -> None:

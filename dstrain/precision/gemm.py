@@ -5,14 +5,8 @@
 Grouped: rows [offsets[e-1], offsets[e]) belong to expert e. Operands are of one type; dW is of the main type.
 """
 
-import os
-
 import torch
 import torch.nn.functional as F
-
-# oneDNN keeps 1024 compiled products and an expert's number of rows changes all the time: with less room than there are
-# shapes, every step compiles them again, which is a fifth of its time. It reads the variable at its first product.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
 
 
 def fprop(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

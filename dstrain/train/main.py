@@ -21,7 +21,7 @@ from dstrain.data.tokenizer import Tokenizer
 from dstrain.model.count import Counts, count_parameters
 from dstrain.model.model import Model
 from dstrain.parallel.device import pick_device
-from dstrain.parallel.dispatch import LocalDispatcher
+from dstrain.parallel.dispatch import LocalDispatcher, row_alignment
 from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import Precision, resolve_precision
@@ -86,7 +86,7 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     save_run_config(folder.path, plain, overrides)
     folder.clear_status()
 
-    stepper = Stepper(config, model, optimizer, LocalDispatcher(), stream)
+    stepper = Stepper(config, model, optimizer, LocalDispatcher(row_alignment(device, precision.compute)), stream)
     peak, origin = config.telemetry.peak_tflops, "telemetry.peak_tflops"
     if peak is None:
         peak, origin = peak_tflops(device, precision.compute)

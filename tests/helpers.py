@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -73,3 +74,17 @@ class RandomStream:
             # Sample 0 has one long document, others many short ones: valid counts differ between micro-batches.
             documents.append((torch.rand(self.width, generator=generator) < 0.15 * (i % 4)).long().cumsum(0))
         return torch.stack(tokens), torch.stack(documents)
+
+
+@contextmanager
+def compiled_kernels():
+    """Inside, kernels run compiled; afterwards as before."""
+    from dstrain.precision import pointwise
+
+    saved = dict(pointwise._kernels)
+    try:
+        pointwise.compile_kernels()
+        yield
+    finally:
+        pointwise._kernels.update(saved)
+        pointwise.compiled = False

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from oracle import random_weights, tiny_config
+from oracle import random_weights
 
 from dstrain.config.schema import YarnConfig
 from dstrain.model import loss

@@ -153,21 +153,16 @@ def ours(config, tokens, precision: str, compiled: bool):
     """dstrain's own step, as the trainer runs it, on a stream that always gives `tokens`."""
     import torch
 
-    from dstrain.model.model import Model
     from dstrain.parallel.dispatch import LocalDispatcher, row_alignment
-    from dstrain.precision.main_grad import attach_main_grads
     from dstrain.precision.pointwise import compile_kernels
     from dstrain.precision.policy import PRECISIONS
-    from dstrain.train.optimizer import AdamW
-    from dstrain.train.state import RunState, initialise
+    from dstrain.train.state import RunState, build_state, initialise
     from dstrain.train.step import Stepper
 
     if compiled:
         compile_kernels()
     chosen = PRECISIONS[precision]
-    model = Model(config.model, chosen.compute)
-    attach_main_grads(model, chosen.main)
-    optimizer = AdamW(model, config.optim, chosen)
+    model, optimizer = build_state(config, chosen, torch.device("cpu"))
     initialise(model, optimizer, seed=0)
     stream = type("Stream", (), {"batch": lambda self, first, count: (tokens, torch.zeros_like(tokens))})()
     dispatcher = LocalDispatcher(row_alignment(model.device, chosen.compute))

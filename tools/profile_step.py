@@ -20,14 +20,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dstrain.config.compose import compose
 from dstrain.model import units
 from dstrain.model.block import BlockPass
-from dstrain.model.model import Model
 from dstrain.parallel.device import pick_device
 from dstrain.parallel.dispatch import LocalDispatcher, row_alignment
-from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import resolve_precision
 from dstrain.train.optimizer import AdamW
-from dstrain.train.state import RunState, initialise
+from dstrain.train.state import RunState, build_state, initialise
 from dstrain.train.step import Stepper
 
 PHASES = {
@@ -82,10 +80,7 @@ def marked(name, function):
 
 
 def make_stepper(config, precision, device) -> Stepper:
-    with device:
-        model = Model(config.model, precision.compute)
-    attach_main_grads(model, precision.main)
-    optimizer = AdamW(model, config.optim, precision)
+    model, optimizer = build_state(config, precision, device)
     initialise(model, optimizer, config.run.seed)
     width = config.data.sequence_length + 1 + config.model.num_nextn_predict_layers
     tokens = torch.randint(0, config.model.vocab_size, (config.batch.sequences, width))

@@ -53,7 +53,7 @@ class RunConsole:
 
     def begin(self, done: float, total: float) -> None:
         """done, total: progress of the run in its own unit (steps or tokens)."""
-        self.first, self.begun, self.last_printed = done, time.monotonic(), 0
+        self.first, self.begun = done, time.monotonic()
         if self.console.is_terminal:
             self.live = _progress(self.console)
             self.bar = self.live.add_task("", total=total, completed=done)

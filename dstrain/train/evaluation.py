@@ -32,16 +32,16 @@ def evaluate_heldout(
     """
     depth = config.model.num_nextn_predict_layers
     total = len(windows) if sequences is None else min(sequences, len(windows))
-    sums, counts, nbytes = LossSums(depth, model.device), torch.zeros(depth + 1, dtype=torch.int64), 0
-    lengths = torch.from_numpy(np.asarray(token_bytes, dtype=np.int64))
+    device = model.device
+    sums, counts, nbytes = LossSums(depth, device), torch.zeros(depth + 1, dtype=torch.int64, device=device), 0
+    lengths = torch.from_numpy(np.asarray(token_bytes, dtype=np.int64)).to(device)
     size = config.batch.micro_sequences
     for first in range(0, total, size):
-        tokens, documents = windows.batch(first, min(size, total - first))
+        tokens, documents = (x.to(device) for x in windows.batch(first, min(size, total - first)))
         batch = MicroBatch(tokens, documents, depth, config.data.document_mask)
         counts += batch.valid_counts()
         nbytes += int(lengths[batch.tokens[:, 1 : 1 + batch.length][batch.valid(0)]].sum())
-        device_batch = MicroBatch(tokens.to(model.device), documents.to(model.device), depth, batch.document_mask)
-        evaluate(model, device_batch, dispatcher, sums)
+        evaluate(model, batch, dispatcher, sums)
         if not go_on(min(first + size, total), total):
             return None
     losses = [s / c if c else 0.0 for s, c in zip(sums.depths.tolist(), counts.tolist())]

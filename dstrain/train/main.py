@@ -22,7 +22,6 @@ from dstrain.model.count import Counts, count_parameters
 from dstrain.model.model import Model
 from dstrain.parallel.device import pick_device
 from dstrain.parallel.dispatch import LocalDispatcher, row_alignment
-from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import Precision, resolve_precision
 from dstrain.telemetry.console import RunConsole
@@ -30,7 +29,7 @@ from dstrain.telemetry.peak import peak_tflops
 from dstrain.train.initial import carried_files, own_checkpoint, start_from, with_tokenizer
 from dstrain.train.optimizer import AdamW
 from dstrain.train.run_folder import RunFolder
-from dstrain.train.state import RunState, architecture, initialise, restore
+from dstrain.train.state import RunState, architecture, build_state, initialise, restore
 from dstrain.train.step import Stepper
 from dstrain.train.trainer import RunFailure, Trainer
 
@@ -67,10 +66,7 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     report_start(console, config, counts, precision, device, corpus, folder)
 
     torch.manual_seed(config.run.seed)
-    with device:
-        model = Model(config.model, precision.compute)
-    attach_main_grads(model, precision.main)
-    optimizer = AdamW(model, config.optim, precision)
+    model, optimizer = build_state(config, precision, device)
     state = RunState()
     checkpoint = store.open_newest(console.say)
     if checkpoint is None and (folder.path / "metrics.jsonl").exists():
@@ -150,7 +146,9 @@ def check_length(config: TrainConfig, corpus: Corpus, needed: int) -> None:
 
 def check_compiler(device: torch.device) -> None:
     if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", os.environ.get("CXX", "g++"))):
-        raise InputError("run.compile=true: torch.compile needs a C++ compiler on the CPU (g++ or clang++); valid: run.compile=false")
+        raise InputError(
+            "run.compile=true: torch.compile needs a C++ compiler on the CPU (g++ or clang++); valid: run.compile=false"
+        )
 
 
 def state_bytes(config: TrainConfig, counts: Counts, precision: Precision) -> tuple[int, int]:
@@ -174,8 +172,8 @@ def check_memory(config: TrainConfig, counts: Counts, precision: Precision, devi
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:
         raise InputError(
-            f"model={config.model.name} does not fit: {counts.total:,} parameters (MTP included) need {need / 2**30:,.1f} GiB for weights, "
-            f"gradients and optimizer in {precision.name}, {device.type} has {have / 2**30:,.1f} GiB; take a smaller model"
+            f"model={config.model.name} does not fit: {counts.total:,} parameters (MTP included) need "
+            f"{need / 2**30:,.1f} GiB for weights, gradients and optimizer in {precision.name}, {device.type} has {have / 2**30:,.1f} GiB; take a smaller model"
         )
 
 
@@ -211,7 +209,8 @@ def resume(
 
 
 def report_start(console, config, counts, precision, device, corpus, folder) -> None:
-    asked = "" if config.precision.name != "auto" else f" (auto: {device.type} has {'' if precision.name == 'bf16' else 'no '}BF16 instructions)"
+    has = "" if precision.name == "bf16" else "no "
+    asked = f" (auto: {device.type} has {has}BF16 instructions)" if config.precision.name == "auto" else ""
     depth = config.model.num_nextn_predict_layers
     mtp = f", MTP depth {depth} adds {counts.total - counts.main:,}" if depth else ""
     end = f"{config.schedule.tokens:,.0f} tokens" if config.run.steps is None else f"step {config.run.steps}"
@@ -219,7 +218,8 @@ def report_start(console, config, counts, precision, device, corpus, folder) -> 
         f"model {config.model.name}: {counts.main:,} parameters, {counts.activated:,} activated per token{mtp}\n"
         f"precision {precision.name}{asked}, device {device.type}, {torch.get_num_threads()} threads\n"
         f"data {corpus.name}: {corpus.train_tokens:,} training tokens, {corpus.heldout_tokens:,} held out\n"
-        f"batch {config.batch.sequences} x {config.data.sequence_length} tokens in micro-batches of {config.batch.micro_sequences}\n"
+        f"batch {config.batch.sequences} x {config.data.sequence_length} tokens "
+        f"in micro-batches of {config.batch.micro_sequences}\n"
         f"run until {end}, in {folder.path}"
     )
 

@@ -8,9 +8,11 @@ import torch
 
 from dstrain.checkpoint.tensors import tensor_names
 from dstrain.checkpoint.weights import MASTER, load_converted
-from dstrain.config.schema import ModelConfig
+from dstrain.config.schema import ModelConfig, TrainConfig
 from dstrain.model.init import initial_value
 from dstrain.model.model import Model
+from dstrain.precision.main_grad import attach_main_grads
+from dstrain.precision.policy import Precision
 from dstrain.train.optimizer import AdamW
 
 EXP_AVG, EXP_AVG_SQ = "optimizer.exp_avg.", "optimizer.exp_avg_sq."
@@ -30,6 +32,14 @@ class RunState:
 
     def to_meta(self) -> dict:
         return asdict(self)
+
+
+def build_state(config: TrainConfig, precision: Precision, device: torch.device) -> tuple[Model, AdamW]:
+    """The model on `device` with its gradients, and its optimizer. Weights are not set yet: `initialise` or `restore`."""
+    with device:
+        model = Model(config.model, precision.compute)
+    attach_main_grads(model, precision.main)
+    return model, AdamW(model, config.optim, precision)
 
 
 def run_tensors(model: Model, optimizer: AdamW) -> dict[str, torch.Tensor]:

@@ -50,11 +50,10 @@ class Trainer:
         self.saved_step = state.step if state.step else None
         self.peak_flops = peak_tflops * 1e12
         self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
-        self.last_eval: dict | None = None
 
     def run(self) -> dict | None:
         """Train until the run is finished or a signal comes; writes status.json. -> the last whole evaluation."""
-        state, folder = self.state, self.folder
+        state, folder, whole = self.state, self.folder, None
         metrics_file = JsonLines(folder.path / "metrics.jsonl", state.step)
         self.eval_file = JsonLines(folder.path / "eval.jsonl", state.step)
         try:
@@ -76,7 +75,7 @@ class Trainer:
                 self.console.end()
                 self.save()
                 if not signals.received and self.windows is not None and self.config.eval.at_end:
-                    self.last_eval = self.whole_evaluation_of_this_step() or self.evaluate(None)
+                    whole = self.whole_evaluation_of_this_step() or self.evaluate(None)
                 failure = self.store.wait()
             if failure:
                 raise RunFailure(failure)
@@ -84,7 +83,7 @@ class Trainer:
             if signals.received:
                 self.console.say(f"{signals.received}: stopped after step {state.step}, saved; the same command continues")
             folder.write_status(status, step=state.step, tokens=state.tokens, signal=signals.received)
-            return self.last_eval
+            return whole
         except BaseException as error:
             self.console.end()
             self.store.wait()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import compiled_kernels
 
 from dstrain.precision.linear import Embedding, GroupedLinear, Linear
 from dstrain.precision.main_grad import WeightGradQueue, attach_main_grads, deferred
@@ -126,11 +127,8 @@ def test_norms_and_swiglu_compute_in_fp32_and_return_the_compute_type():
 
 @pytest.fixture
 def compiled():
-    saved = dict(pointwise._kernels)
-    pointwise.compile_kernels()
-    yield
-    pointwise._kernels.update(saved)
-    pointwise.compiled = False
+    with compiled_kernels():
+        yield
 
 
 @pytest.mark.long

@@ -7,21 +7,16 @@ import torch
 from helpers import RandomStream, make_config
 
 from dstrain.config.schema import BatchRamp
-from dstrain.model.model import Model
 from dstrain.parallel.dispatch import LocalDispatcher
-from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.policy import PRECISIONS
-from dstrain.train.optimizer import AdamW
-from dstrain.train.state import RunState, initialise
+from dstrain.train.state import RunState, build_state, initialise
 from dstrain.train.step import Stepper
 
 
 def record_run(config, precision="fp64", steps=6):
     """Per step: unclipped gradients, metrics, weights, biases."""
     chosen = PRECISIONS[precision]
-    model = Model(config.model, chosen.compute)
-    attach_main_grads(model, chosen.main)
-    optimizer = AdamW(model, config.optim, chosen)
+    model, optimizer = build_state(config, chosen, torch.device("cpu"))
     initialise(model, optimizer, seed=1)
     stepper = Stepper(config, model, optimizer, LocalDispatcher(), RandomStream(config, config.model.vocab_size))
     grads = []

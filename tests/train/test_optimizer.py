@@ -1,10 +1,10 @@
 """AdamW against torch's own, who is decayed, and the guard."""
 
-import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import RandomStream, make_config, metrics, run, status, train_model
+from helpers import RandomStream, compiled_kernels, make_config, metrics, run, status, train_model
 
 from dstrain.config.schema import OptimConfig
 from dstrain.model.model import Model
@@ -50,26 +50,16 @@ def test_ten_updates_equal_torch_adamw(chunk, monkeypatch):
 @pytest.mark.long
 def test_the_compiled_update_equals_the_eager_one():
     """In BF16 with BF16 moments, for sizes below, at and above a vector; to the rounding of FP32."""
-    import dstrain.train.optimizer as module
-    from dstrain.precision import pointwise
-
-    saved = dict(pointwise._kernels)
     results = []
-    try:
-        for compiled in (False, True):
-            if compiled:
-                pointwise.compile_kernels()
+    for kernels in (nullcontext(), compiled_kernels()):
+        with kernels:
             _, optimizer = make_optimizer("bf16", moments="bf16")
             for update in range(1, 4):
                 for state in optimizer.states.values():
                     state.parameter.main_grad.normal_(generator=torch.Generator().manual_seed(update))
                 optimizer.step(1e-2, update, grad_scale=0.5)
-            assert all(not state.parameter.main_grad.any() for state in optimizer.states.values())
-            results.append({name: state.master for name, state in optimizer.states.items()})
-    finally:
-        pointwise._kernels.update(saved)
-        pointwise.compiled = False
-    assert module.pointwise is pointwise
+        assert all(not state.parameter.main_grad.any() for state in optimizer.states.values())
+        results.append({name: state.master for name, state in optimizer.states.items()})
     for name, master in results[0].items():
         torch.testing.assert_close(results[1][name], master, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 

@@ -10,7 +10,7 @@ tensors and keep a small graph each; communication phases have no graph but a mi
 combine, combine backward is a dispatch. Whoever calls decides what runs between two phases.
 """
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -23,23 +23,36 @@ from dstrain.model.router import Routing
 from dstrain.precision.pointwise import RMSNorm
 
 
+T = TypeVar("T", covariant=True)
+
+
+class Pending(Protocol[T]):
+    """A communication that was started."""
+
+    def wait(self) -> T:
+        """Its result, usable by what the caller runs next; called once."""
+
+
 class Dispatch(Protocol):
-    """The way of one micro-batch's tokens to the experts of one layer and back. Communication in compute type."""
+    """The way of one micro-batch's tokens to the experts of one layer and back. Communication in compute type.
 
-    offsets: torch.Tensor  # int32 [local experts]: where each expert's rows end
+    Every method starts a communication; whoever needs the result waits for it.
+    """
 
-    def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets: torch.Tensor  # int32 [local experts]: where each expert's rows end; known once dispatch was waited for
+
+    def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor) -> Pending[tuple[torch.Tensor, torch.Tensor]]:
         """x [T, hidden], topk_weights [T, k] -> rows [n, hidden] sorted by expert, row_weights [n]."""
 
-    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor) -> Pending[torch.Tensor]:
         """rows [n, hidden] -> the plain sum of each token's rows, [T, hidden]."""
 
-    def combine_backward(self, grad: torch.Tensor) -> torch.Tensor:
+    def combine_backward(self, grad: torch.Tensor) -> Pending[torch.Tensor]:
         """grad [T, hidden] -> the gradient of each row, [n, hidden]."""
 
     def dispatch_backward(
         self, grad_rows: torch.Tensor, grad_row_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pending[tuple[torch.Tensor, torch.Tensor]]:
         """-> the gradients of x [T, hidden] and of topk_weights [T, k]."""
 
 
@@ -113,7 +126,7 @@ class BlockPass:
     def dispatch(self) -> None:
         if self.block.is_moe:
             self.route = self.dispatcher.route(self.topk_ids, self.block.config.n_routed_experts)
-            self.rows, self.row_weights = self.route.dispatch(self.x.flatten(0, 1), self.topk_weights)
+            self.rows, self.row_weights = self.route.dispatch(self.x.flatten(0, 1), self.topk_weights).wait()
 
     def experts(self) -> None:
         self.experts_graph = Graph(self.keep)
@@ -132,7 +145,7 @@ class BlockPass:
         """-> the next hidden state [B, L, hidden]."""
         hidden = self.residual if self.ffn is None else self.residual + self.ffn
         if self.block.is_moe:
-            hidden = hidden + self.route.combine(self.rows).view_as(hidden)
+            hidden = hidden + self.route.combine(self.rows).wait().view_as(hidden)
         self.residual = self.ffn = self.rows = None
         return hidden
 
@@ -144,7 +157,7 @@ class BlockPass:
             self._run_again()
         self.grad = grad
         if self.block.is_moe:
-            self.grad_rows = self.route.combine_backward(grad.flatten(0, 1))
+            self.grad_rows = self.route.combine_backward(grad.flatten(0, 1)).wait()
 
     def _run_again(self) -> None:
         """Recompute the phases before the combine, with graphs and without counting the load twice."""
@@ -165,7 +178,8 @@ class BlockPass:
     def dispatch_backward(self) -> None:
         self.grad_topk_weights = None
         if self.block.is_moe:
-            grad_x, self.grad_topk_weights = self.route.dispatch_backward(self.grad_rows, self.grad_row_weights)
+            pending = self.route.dispatch_backward(self.grad_rows, self.grad_row_weights)
+            grad_x, self.grad_topk_weights = pending.wait()
             grad_x = grad_x.view_as(self.grad)
             self.grad_x = grad_x if self.grad_x is None else grad_x + self.grad_x
             self.grad_rows = self.grad_row_weights = self.route = None

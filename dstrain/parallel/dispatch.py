@@ -12,6 +12,16 @@ def row_alignment(device: torch.device, dtype: torch.dtype) -> int:
     return 32 if device.type == "cpu" and dtype == torch.bfloat16 else 1
 
 
+class Done:
+    """A communication that needed none: its result is there already."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def wait(self):
+        return self.result
+
+
 class LocalDispatcher:
     """Every expert is on this rank. alignment: an expert that has rows gets a multiple of this many."""
 
@@ -45,18 +55,19 @@ class LocalDispatch:
         self.token_of_row = torch.zeros(total, dtype=torch.int64, device=flat.device)
         self.token_of_row[rows] = order // self.shape[1]
 
-    def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor) -> Done:
         row_weights = topk_weights.new_zeros(len(self.token_of_row))
         row_weights[self.row_of_slot] = topk_weights.flatten()
-        return x[self.token_of_row], row_weights
+        return Done((x[self.token_of_row], row_weights))
 
-    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor) -> Done:
+        return Done(self._sum(rows))
+
+    def combine_backward(self, grad: torch.Tensor) -> Done:
+        return Done(grad[self.token_of_row])
+
+    def dispatch_backward(self, grad_rows: torch.Tensor, grad_row_weights: torch.Tensor) -> Done:
+        return Done((self._sum(grad_rows), grad_row_weights[self.row_of_slot].view(self.shape)))
+
+    def _sum(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[self.row_of_slot].unflatten(0, self.shape).sum(dim=1)
-
-    def combine_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad[self.token_of_row]
-
-    def dispatch_backward(
-        self, grad_rows: torch.Tensor, grad_row_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.combine(grad_rows), grad_row_weights[self.row_of_slot].view(self.shape)

@@ -14,7 +14,7 @@ WEIGHTS = torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.5, 0.25], [0.1, 0.9]], dtype=
 def test_rows_are_sorted_by_expert_then_token_with_their_weights():
     route = LocalDispatcher().route(IDS, experts=4)
     x = torch.arange(4.0, dtype=torch.float64).unsqueeze(-1)
-    rows, weights = route.dispatch(x, WEIGHTS)
+    rows, weights = route.dispatch(x, WEIGHTS).wait()
     assert rows.flatten().tolist() == [0, 1, 3, 1, 2, 0, 2, 3]
     assert weights.tolist() == [0.3, 0.6, 0.1, 0.4, 0.25, 0.7, 0.5, 0.9]
     assert route.offsets.tolist() == [3, 5, 8, 8]
@@ -23,7 +23,7 @@ def test_rows_are_sorted_by_expert_then_token_with_their_weights():
 def test_an_expert_that_has_rows_is_filled_up_with_rows_of_weight_0():
     route = LocalDispatcher(alignment=4).route(IDS, experts=4)
     x = torch.arange(1.0, 5.0, dtype=torch.float64).unsqueeze(-1)
-    rows, weights = route.dispatch(x, WEIGHTS)
+    rows, weights = route.dispatch(x, WEIGHTS).wait()
     assert route.offsets.tolist() == [4, 8, 12, 12]
     assert weights.tolist() == [0.3, 0.6, 0.1, 0, 0.4, 0.25, 0, 0, 0.7, 0.5, 0.9, 0]
     assert rows[weights > 0].flatten().tolist() == [1, 2, 4, 2, 3, 1, 3, 4]
@@ -45,8 +45,8 @@ def test_filling_up_changes_no_loss_no_load_and_no_gradient():
 def test_identity_experts_give_each_token_times_the_sum_of_its_weights(alignment):
     route = LocalDispatcher(alignment).route(IDS, experts=4)
     x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rows, weights = route.dispatch(x, WEIGHTS)
-    torch.testing.assert_close(route.combine(rows * weights.unsqueeze(-1)), x * WEIGHTS.sum(1, keepdim=True))
+    rows, weights = route.dispatch(x, WEIGHTS).wait()
+    torch.testing.assert_close(route.combine(rows * weights.unsqueeze(-1)).wait(), x * WEIGHTS.sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
@@ -55,14 +55,14 @@ def test_each_backward_is_the_transpose_of_its_forward(alignment):
     route = LocalDispatcher(alignment).route(IDS, experts=4)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weights = WEIGHTS.clone().requires_grad_()
-    rows, row_weights = route.dispatch(x, weights)
+    rows, row_weights = route.dispatch(x, weights).wait()
     real = (row_weights > 0).detach()
     grad_rows = torch.randn(len(rows), 3, dtype=torch.float64) * real.unsqueeze(-1)
     grad_weights = torch.randn(len(rows), dtype=torch.float64) * real
     expected = torch.autograd.grad((rows, row_weights), (x, weights), (grad_rows, grad_weights))
-    for mine, theirs in zip(route.dispatch_backward(grad_rows, grad_weights), expected):
+    for mine, theirs in zip(route.dispatch_backward(grad_rows, grad_weights).wait(), expected):
         torch.testing.assert_close(mine, theirs)
     moved = torch.randn(len(rows), 3, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(4, 3, dtype=torch.float64)
-    expected = torch.autograd.grad(route.combine(moved), moved, grad)[0]
-    torch.testing.assert_close(route.combine_backward(grad)[real], expected[real])
+    expected = torch.autograd.grad(route.combine(moved).wait(), moved, grad)[0]
+    torch.testing.assert_close(route.combine_backward(grad).wait()[real], expected[real])

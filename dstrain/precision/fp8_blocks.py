@@ -9,10 +9,9 @@ definition, which faster kernels are compared with.
 
 import torch
 
-BLOCK = 128
-E4M3_MAX = 448.0
-FP8 = torch.float8_e4m3fn
-_SMALLEST = torch.finfo(torch.float32).tiny  # a smaller scale would be subnormal and its inverse infinite
+from dstrain.precision.fp8_scales import E4M3_MAX, FP8, TILE, scale_of, to_e4m3
+
+BLOCK = TILE
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -21,17 +20,14 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def quantize_blocks(weight: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [..., rows, columns], any float type, finite -> (E4M3 of the same shape, FP32 scale_inv).
+    """weight [..., rows, columns], any float type -> (E4M3 of the same shape, FP32 scale_inv).
 
     power_of_two: scales are rounded up to powers of two (DeepSeek-V3.1), else amax / 448 as it is (V3). A block of
-    zeros has scale 1.
+    zeros has scale 1, one with a NaN or an infinity NaN: the rules of `fp8_scales`.
     """
     blocks = _blocks(weight.float())
-    amax = blocks.abs().amax(dim=(-3, -1))  # [..., row blocks, column blocks]
-    scale = (amax / E4M3_MAX).clamp_min(_SMALLEST)
-    scale = torch.where(amax == 0, 1.0, _round_up(scale) if power_of_two else scale)
-    quantized = (blocks / scale[..., :, None, :, None]).to(FP8)
-    return _weight(quantized, weight.shape), scale
+    scale = scale_of(blocks.abs().amax(dim=(-3, -1)), power_of_two)  # [..., row blocks, column blocks]
+    return _weight(to_e4m3(blocks, scale[..., :, None, :, None]), weight.shape), scale
 
 
 def dequantize_blocks(quantized: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -52,9 +48,3 @@ def _blocks(weight: torch.Tensor) -> torch.Tensor:
 def _weight(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The inverse of `_blocks`."""
     return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]].contiguous()
-
-
-def _round_up(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is at least `scale`, exact."""
-    mantissa, exponent = torch.frexp(scale)  # scale = mantissa · 2^exponent, mantissa in [0.5, 1)
-    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))

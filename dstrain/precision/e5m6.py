@@ -1,0 +1,73 @@
+"""E5M6 with power-of-two scales per 1x128 tile: how the input of the Linear after attention is kept (REFERENCE §3).
+
+A code has 12 bits, sign, 5 of exponent (bias 15), 6 of mantissa: the upper 12 bits of an FP16 number, subnormals
+included. The largest is 65024 = 1.984375 · 2^15. Infinities do not occur, and a NaN only shows in its tile's scale.
+Two codes a, b, of columns 2j and 2j + 1, are packed into the bytes
+
+    a[0:8]    a[8:12] | b[0:4] << 4    b[4:12]                (bit 0 is the lowest)
+
+and an odd last column is packed with a zero code.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from dstrain.precision.fp8_scales import E5M6_MAX, TILE, scale_of
+from dstrain.precision.fp8_tiles import quantize_columns
+
+_SMALLEST_NORMAL = 2.0**-14
+_REBIAS = (127 - 15) << 6  # FP32's exponent against E5M6's, in units of the code
+
+
+def quantize_e5m6(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, cols] FP32 or BF16 -> packed uint8 [rows, 3 · ⌈cols/2⌉], FP32 scale [rows, ⌈cols/128⌉], powers of two."""
+    cols = x.shape[-1]
+    tiles = F.pad(x.float(), (0, -cols % TILE)).unflatten(-1, (-1, TILE))
+    scale = scale_of(tiles.abs().amax(-1), power_of_two=True, largest=E5M6_MAX)
+    return pack(encode(tiles / scale.unsqueeze(-1)).flatten(-2)[:, :cols]), scale
+
+
+def dequantize_e5m6(packed: torch.Tensor, scale: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """-> [rows, cols] in `dtype`; exact in FP32 and BF16."""
+    return (decode(unpack(packed, cols)) * scale.repeat_interleave(TILE, -1)[:, :cols]).to(dtype)
+
+
+def e5m6_to_columns(
+    packed: torch.Tensor, scale: torch.Tensor, cols: int, power_of_two: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What Wgrad takes: the values first in E5M6 with a scale per 128x1 tile, then rounded once to E4M3 in that tile.
+
+    A tile's largest value becomes its neighbours' scale, so a value that falls below E5M6's normal range is rounded to a
+    multiple of its smallest subnormal; every other one is exact. -> E4M3 [cols, rows], FP32 scale [cols, ⌈rows/128⌉].
+    """
+    values = dequantize_e5m6(packed, scale, cols, torch.float32).t().contiguous()  # [cols, rows]
+    moved = dequantize_e5m6(*quantize_e5m6(values), values.shape[-1], torch.float32)
+    return quantize_columns(moved.t(), None, power_of_two)
+
+
+def encode(values: torch.Tensor) -> torch.Tensor:
+    """FP32, magnitudes up to 65024 or NaN -> codes int32 [0, 4096), rounded to nearest even; a NaN's code is 0."""
+    bits = values.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0xFFFF + ((magnitude >> 17) & 1)) >> 17) - _REBIAS
+    # The subnormal step is 2^-20, which is the last bit of numbers in [8, 16): adding 8 rounds to it.
+    subnormal = (values.abs() + 8.0).view(torch.int32) - 0x41000000
+    code = torch.where(values.abs() < _SMALLEST_NORMAL, subnormal, normal) | ((bits >> 20) & 0x800)
+    return torch.where(values == values, code, 0)
+
+
+def decode(codes: torch.Tensor) -> torch.Tensor:
+    """codes int32 [0, 4096) -> FP32, exact."""
+    return (codes << 4).to(torch.int16).view(torch.float16).float()
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """codes [rows, cols] -> uint8 [rows, 3 · ⌈cols/2⌉]."""
+    a, b = F.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a & 0xFF, (a >> 8) | ((b & 0xF) << 4), b >> 4), dim=-1).to(torch.uint8).flatten(-2)
+
+
+def unpack(packed: torch.Tensor, cols: int) -> torch.Tensor:
+    """uint8 [rows, 3 · ⌈cols/2⌉] -> codes int32 [rows, cols]."""
+    low, middle, high = packed.to(torch.int32).unflatten(-1, (-1, 3)).unbind(-1)
+    return torch.stack((low | ((middle & 0xF) << 8), (middle >> 4) | (high << 4)), dim=-1).flatten(-2)[..., :cols]

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dstrain.config.compose import compose
-from dstrain.model import units
+from dstrain.model import passes
 from dstrain.model.block import BlockPass
 from dstrain.parallel.device import pick_device
 from dstrain.parallel.dispatch import LocalDispatcher, row_alignment
@@ -29,11 +29,11 @@ from dstrain.train.state import RunState, build_state, initialise
 from dstrain.train.step import Stepper
 
 PHASES = {
-    BlockPass: ("attention", "dispatch", "experts", "combine", "combine_backward", "experts_backward",
+    BlockPass: ("attention", "dispatch", "experts", "combine", "output", "combine_backward", "experts_backward",
                 "dispatch_backward", "attention_backward"),
-    units.EmbedPass: ("forward", "backward"),
-    units.HeadPass: ("forward", "backward"),
-    units.MergePass: ("forward", "backward"),
+    passes.EmbedPass: ("forward", "backward"),
+    passes.HeadPass: ("forward", "backward"),
+    passes.MergePass: ("forward", "backward"),
     AdamW: ("grad_norm", "step"),
 }
 

@@ -53,5 +53,6 @@ class Decoder:
             phases.attention(hidden)
             phases.dispatch()
             phases.experts()
-            hidden = phases.combine()
+            phases.combine()
+            hidden = phases.output()
         return hidden

@@ -7,7 +7,8 @@
 
 A `BlockPass` is one micro-batch on its way through one block. Its compute phases take and return detached
 tensors and keep a small graph each; communication phases have no graph but a mirror: dispatch backward is a
-combine, combine backward is a dispatch. Whoever calls decides what runs between two phases.
+combine, combine backward is a dispatch. A communication phase only starts; the phase behind it waits for the result.
+Whoever calls decides what runs in between.
 """
 
 from typing import Protocol, TypeVar
@@ -64,7 +65,8 @@ class Dispatcher(Protocol):
 class Block(nn.Module):
     """Pre-norm attention and FFN; dense or mixture of experts."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, experts: range):
+        """layer: its number in the whole model. experts: those whose weights are held."""
         super().__init__()
         self.config, self.layer = config, layer
         self.is_moe = layer >= config.first_k_dense_replace
@@ -72,7 +74,7 @@ class Block(nn.Module):
         self.self_attn = Attention(config, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if self.is_moe:
-            self.mlp = MoE(config, dtype)
+            self.mlp = MoE(config, dtype, experts)
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
 
@@ -126,28 +128,41 @@ class BlockPass:
     def dispatch(self) -> None:
         if self.block.is_moe:
             self.route = self.dispatcher.route(self.topk_ids, self.block.config.n_routed_experts)
-            self.rows, self.row_weights = self.route.dispatch(self.x.flatten(0, 1), self.topk_weights).wait()
+            self.pending = self.route.dispatch(self.x.flatten(0, 1), self.topk_weights)
 
     def experts(self) -> None:
         self.experts_graph = Graph(self.keep)
         if self.block.is_moe:
-            self.rows, self.ffn = self.experts_graph.run(self._experts, self.rows, self.row_weights, self.x)
+            rows, row_weights = self._wait()
+            self.rows, self.ffn = self.experts_graph.run(self._experts, rows, row_weights, self.x)
         else:
             (self.ffn,) = self.experts_graph.run(lambda x: (self.block.mlp(x),), self.x)
-        self.x = self.row_weights = self.topk_weights = None
+        self.x = self.topk_weights = None
 
     def _experts(self, rows, row_weights, x):
         mlp = self.block.mlp
         shared = mlp.shared_experts(x) if mlp.shared_experts is not None else None
         return mlp.experts(rows, row_weights, self.route.offsets), shared
 
-    def combine(self) -> torch.Tensor:
-        """-> the next hidden state [B, L, hidden]."""
-        hidden = self.residual if self.ffn is None else self.residual + self.ffn
+    def combine(self) -> None:
         if self.block.is_moe:
-            hidden = hidden + self.route.combine(self.rows).wait().view_as(hidden)
-        self.residual = self.ffn = self.rows = None
+            self.pending = self.route.combine(self.rows)
+        if self.ffn is not None:
+            self.residual = self.residual + self.ffn
+        self.ffn = None
+
+    def output(self) -> torch.Tensor:
+        """Behind combine: the next hidden state [B, L, hidden]."""
+        hidden = self.residual
+        if self.block.is_moe:
+            hidden = hidden + self._wait().view_as(hidden)
+        self.residual = self.rows = None
         return hidden
+
+    def _wait(self):
+        """The result of the communication that was started last."""
+        result, self.pending = self.pending.wait(), None
+        return result
 
     # Backward --------------------------------------------------------------------------------------------------
 
@@ -157,7 +172,7 @@ class BlockPass:
             self._run_again()
         self.grad = grad
         if self.block.is_moe:
-            self.grad_rows = self.route.combine_backward(grad.flatten(0, 1)).wait()
+            self.pending = self.route.combine_backward(grad.flatten(0, 1))
 
     def _run_again(self) -> None:
         """Recompute the phases before the combine, with graphs and without counting the load twice."""
@@ -170,24 +185,25 @@ class BlockPass:
 
     def experts_backward(self) -> None:
         if self.block.is_moe:
-            grads = self.experts_graph.backward(self.grad_rows, self.grad)
+            grads = self.experts_graph.backward(self._wait(), self.grad)
             self.grad_rows, self.grad_row_weights, self.grad_x = grads
         else:
             (self.grad_x,) = self.experts_graph.backward(self.grad)
 
     def dispatch_backward(self) -> None:
-        self.grad_topk_weights = None
         if self.block.is_moe:
-            pending = self.route.dispatch_backward(self.grad_rows, self.grad_row_weights)
-            grad_x, self.grad_topk_weights = pending.wait()
-            grad_x = grad_x.view_as(self.grad)
-            self.grad_x = grad_x if self.grad_x is None else grad_x + self.grad_x
-            self.grad_rows = self.grad_row_weights = self.route = None
+            self.pending = self.route.dispatch_backward(self.grad_rows, self.grad_row_weights)
 
     def attention_backward(self, balance_weight: torch.Tensor) -> torch.Tensor:
         """balance_weight: dLoss / d(balance loss), a scalar. -> the gradient of the block's input."""
+        grad_topk_weights = None
+        if self.block.is_moe:
+            grad_x, grad_topk_weights = self._wait()
+            grad_x = grad_x.view_as(self.grad)
+            self.grad_x = grad_x if self.grad_x is None else grad_x + self.grad_x
+            self.grad_rows = self.grad_row_weights = self.route = None
         (grad_hidden,) = self.attention_graph.backward(
-            self.grad, self.grad_x, self.grad_topk_weights, balance_weight if self.block.is_moe else None
+            self.grad, self.grad_x, grad_topk_weights, balance_weight if self.block.is_moe else None
         )
-        self.grad = self.grad_x = self.grad_topk_weights = None
+        self.grad = self.grad_x = None
         return grad_hidden

@@ -24,7 +24,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts, each a SwiGLU MLP, over rows sorted by expert."""
+    """The routed experts of a rank, each a SwiGLU MLP, over rows sorted by expert."""
 
     def __init__(self, experts: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype):
         super().__init__()
@@ -44,9 +44,10 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """The parts of a mixture-of-experts layer; the block calls them in its phases."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, experts: range):
+        """experts: those whose weights are held; the router knows all of them."""
         super().__init__()
         self.gate = Router(config, dtype)
-        self.experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, dtype)
+        self.experts = Experts(len(experts), config.hidden_size, config.moe_intermediate_size, dtype)
         shared = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = MLP(config.hidden_size, shared, dtype) if shared else None

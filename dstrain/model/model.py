@@ -1,7 +1,7 @@
-"""The model as a list of units: embed, block 0 … n-1, head, and D times (MTP block + head).
+"""The model as a list of units: embed, block 0 … n-1, head, and D times (MTP block + head); or a rank's share of it.
 
 Parameter names are Hugging Face's; MTP module k (from 1) is layer num_hidden_layers + k - 1, without copies of
-embedding and head. Units and their passes are in `units.py`.
+embedding and head. Units are in `unit.py`, their passes in `passes.py`.
 """
 
 import torch
@@ -11,6 +11,7 @@ from dstrain.config.schema import ModelConfig
 from dstrain.model.block import Block
 from dstrain.model.mtp import MTPModule
 from dstrain.model.router import Router
+from dstrain.model.share import Share
 from dstrain.precision.linear import Embedding, Linear
 from dstrain.precision.pointwise import RMSNorm
 
@@ -18,42 +19,67 @@ from dstrain.precision.pointwise import RMSNorm
 class Body(nn.Module):
     """Embedding, blocks (MTP blocks last) and the final norm."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, share: Share):
         super().__init__()
-        layers = config.num_hidden_layers
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nn.ModuleList(Block(config, layer, dtype) for layer in range(layers))
-        self.layers.extend(MTPModule(config, layers + k, dtype) for k in range(config.num_nextn_predict_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if share.embedding:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        # A dictionary, whose keys are the layers' numbers: parameter names are global on a rank that holds a few.
+        self.layers = nn.ModuleDict()
+        for layer in sorted(share.layers):
+            kind = Block if layer < config.num_hidden_layers else MTPModule
+            self.layers[str(layer)] = kind(config, layer, dtype, share.experts)
+        if 0 in share.norms:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
 
 class Model(nn.Module):
     """A DeepSeek-V3-style model. Matrices are of `dtype`; norms, the gate and the routing bias at least FP32."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, share: Share | None = None):
+        """share: what to hold; None: all."""
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.model = Body(config, dtype)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+        self.share = share or Share.whole(config)
+        self.model = Body(config, dtype, self.share)
+        if self.share.head:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return next(self.parameters()).device
+
+    def layer(self, number: int) -> Block:
+        """A block by its number in the whole model's `layers`."""
+        return self.model.layers[str(number)]
+
+    @property
+    def layers(self) -> list[Block]:
+        """Every block that is held, MTP blocks last; a block knows its number, `layer`."""
+        return list(self.model.layers.values())
 
     @property
     def blocks(self) -> list[Block]:
-        """The main model's blocks."""
-        return list(self.model.layers[: self.config.num_hidden_layers])
+        """The main model's blocks that are held."""
+        return [layer for layer in self.layers if layer.layer < self.config.num_hidden_layers]
 
     @property
     def mtp_modules(self) -> list[MTPModule]:
-        return list(self.model.layers[self.config.num_hidden_layers :])
+        return [layer for layer in self.layers if layer.layer >= self.config.num_hidden_layers]
+
+    def mtp_module(self, depth: int) -> MTPModule:
+        """Module k of 1 … D."""
+        return self.layer(self.config.num_hidden_layers + depth - 1)
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Numbers of the MoE layers that are held, MTP blocks last."""
+        return [layer.layer for layer in self.layers if layer.is_moe]
 
     @property
     def routers(self) -> list[Router]:
-        """One per MoE layer, MTP blocks last."""
-        return [layer.mlp.gate for layer in self.model.layers if layer.is_moe]
+        """One per layer of `moe_layers`."""
+        return [self.layer(number).mlp.gate for number in self.moe_layers]
 
     def head_norm(self, depth: int) -> RMSNorm:
         """The norm in front of the projection at depth 0 (main) … D."""
-        return self.model.norm if depth == 0 else self.mtp_modules[depth - 1].shared_head.norm
+        return self.model.norm if depth == 0 else self.mtp_module(depth).shared_head.norm

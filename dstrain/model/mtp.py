@@ -26,8 +26,8 @@ class SharedHead(nn.Module):
 class MTPModule(Block):
     """A block behind the projection of [embedding ; state], and in front of a norm."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype):
-        super().__init__(config, layer, dtype)
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, experts: range):
+        super().__init__(config, layer, dtype, experts)
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, dtype)

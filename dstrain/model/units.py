@@ -1,136 +1,146 @@
-"""One micro-batch through the units of the model: what a pipeline stage runs, and the plain run of all of them.
+"""One micro-batch through the units of a stage, or of the whole model: a chunk.
 
 The hidden state flows down the list of units and its gradient back up; tokens do not travel. Each head adds its
 own loss, so backward starts from local losses and from the gradient of the state that was passed on.
+
+A chunk's two ways are `ForwardWay` and `BackwardWay`. Per block they have a method for each phase, and whatever is not a
+block (embedding, head, the entry of an MTP module) runs on the way to the next one:
+
+    forward     attention · dispatch · experts · combine, block by block, then finish -> hidden state
+    backward    combine · experts · dispatch · attention, block by block from the last, then finish -> gradient
 """
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from dstrain.model.attention import AttentionContext
 from dstrain.model.batch import MicroBatch
 from dstrain.model.block import BlockPass, Dispatcher
-from dstrain.model.graph import Graph
-from dstrain.model.loss import LossSums, LossWeights, head_loss
+from dstrain.model.loss import LossSums, LossWeights
 from dstrain.model.model import Model
-from dstrain.model.mtp import MTPModule
-from dstrain.model.rope import Rotary
+from dstrain.model.passes import Job, unit_passes
+from dstrain.model.unit import Unit, list_units
+from dstrain.precision.main_grad import WeightGradQueue, deferred
 
 
-@dataclass
-class Job:
-    """One micro-batch's run: everything its units share."""
+class ForwardWay:
+    """A chunk on its way forward. Phases must be called in order."""
 
-    model: Model
-    batch: MicroBatch
-    context: AttentionContext
-    dispatcher: Dispatcher
-    sums: LossSums
-    weights: LossWeights | None  # None: forward only
-    recompute: bool = False
+    def __init__(self, chunk: "Chunk", hidden: torch.Tensor | None):
+        """hidden [B, L, hidden]: from the stage before; None where the chunk embeds."""
+        self.job, self.ahead, self.hidden = chunk.job, deque(chunk.passes), hidden
+        self.blocks = chunk.blocks
+        self.block: BlockPass | None = None
+        if not chunk.job.train:
+            chunk.passes = None  # nothing will come back
 
-    @property
-    def train(self) -> bool:
-        return self.weights is not None
+    def _go_on(self) -> None:
+        """Wait for the block that was combined last and run everything before the next one."""
+        if self.block is not None:
+            self.hidden, self.block = self.block.output(), None
+        while self.ahead and not isinstance(self.ahead[0], BlockPass):
+            self.hidden = self.ahead.popleft().forward(self.hidden)
 
-    def block_pass(self, block) -> BlockPass:
-        return BlockPass(block, self.context, self.dispatcher, train=self.train, recompute=self.recompute)
+    def attention(self) -> None:
+        self._go_on()
+        self.block, hidden, self.hidden = self.ahead.popleft(), self.hidden, None
+        self.job.sums.balance += self.block.attention(hidden)
 
+    def dispatch(self) -> None:
+        self.block.dispatch()
 
-class EmbedPass:
-    def __init__(self, job: Job):
-        self.job, self.graph = job, Graph(job.train)
+    def experts(self) -> None:
+        self.block.experts()
 
-    def forward(self, hidden: None) -> torch.Tensor:
-        (hidden,) = self.graph.run(lambda: (self.job.model.model.embed_tokens(self.job.batch.inputs(0)),))
-        return hidden
+    def combine(self) -> None:
+        self.block.combine()
 
-    def backward(self, grad: torch.Tensor) -> None:
-        self.graph.backward(grad)
-
-
-class BlockUnitPass:
-    """The four phases in order; a schedule that overlaps reaches into `phases` instead."""
-
-    def __init__(self, job: Job, block):
-        self.job, self.phases = job, job.block_pass(block)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.job.sums.balance += self.phases.attention(hidden)
-        self.phases.dispatch()
-        self.phases.experts()
-        return self.phases.combine()
-
-    def backward(self, grad: torch.Tensor) -> torch.Tensor:
-        self.phases.combine_backward(grad)
-        self.phases.experts_backward()
-        self.phases.dispatch_backward()
-        weight = torch.tensor(self.job.weights.balance, dtype=torch.promote_types(grad.dtype, torch.float32))
-        return self.phases.attention_backward(weight.to(grad.device))
+    def finish(self) -> torch.Tensor:
+        """-> what the last unit gives on, [B, L, hidden]."""
+        self._go_on()
+        return self.hidden
 
 
-class HeadPass:
-    """Norm, projection and cross-entropy at one depth; gives the normalised state."""
+class BackwardWay:
+    """A chunk on its way back. With `split` the weight gradients of a block's phases wait for `weights`."""
 
-    def __init__(self, job: Job, depth: int):
-        self.job, self.depth, self.graph = job, depth, Graph(job.train)
+    def __init__(self, chunk: "Chunk", grad: torch.Tensor | None, split: bool = False):
+        """grad [B, L, hidden]: from the stage behind; None behind the last unit."""
+        self.job, self.ahead, self.grad = chunk.job, chunk.passes, grad
+        self.blocks = chunk.blocks
+        self.queue = WeightGradQueue() if split else None
+        self.block: BlockPass | None = None
+        weights = chunk.job.weights
+        # The routers' loss is in at least FP32; made here, not copied there, so that a GPU's host does not wait.
+        wide = torch.promote_types(chunk.job.model.dtype, torch.float32)
+        self.balance = torch.full((), weights.balance, dtype=wide, device=chunk.job.model.device)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        state, loss_sum = self.graph.run(self._run, hidden)
-        self.job.sums.depths[self.depth] += loss_sum
-        return state
+    def _go_on(self) -> None:
+        while self.ahead and not isinstance(self.ahead[-1], BlockPass):
+            self.grad = self.ahead.pop().backward(self.grad)
 
-    def _run(self, hidden):
-        model, batch = self.job.model, self.job.batch
-        state = model.head_norm(self.depth)(hidden)
-        coefficient = self.job.weights.depths[self.depth] if self.job.train else None
-        targets = batch.targets(self.depth).flatten()
-        return state, head_loss(state.flatten(0, 1), model.lm_head.weight, targets, coefficient)
+    @contextmanager
+    def _weights_later(self) -> Iterator[None]:
+        if self.queue is None:
+            yield
+        else:
+            with deferred(self.queue):
+                yield
 
-    def backward(self, grad_state: torch.Tensor | None) -> torch.Tensor:
-        one = torch.ones((), dtype=torch.float64, device=self.job.model.device)  # see head_loss
-        (grad,) = self.graph.backward(grad_state, one)
-        return grad
+    def combine(self) -> None:
+        self._go_on()
+        self.block, grad, self.grad = self.ahead.pop(), self.grad, None
+        self.block.combine_backward(grad)
 
+    def experts(self) -> None:
+        with self._weights_later():
+            self.block.experts_backward()
 
-class MergePass:
-    """The entry of MTP module k: [embedding ; state] projected."""
+    def dispatch(self) -> None:
+        self.block.dispatch_backward()
 
-    def __init__(self, job: Job, module: MTPModule, depth: int):
-        self.job, self.module, self.depth, self.graph = job, module, depth, Graph(job.train)
+    def attention(self) -> None:
+        with self._weights_later():
+            self.grad = self.block.attention_backward(self.balance)
+        self.block = None
 
-    def forward(self, state: torch.Tensor) -> torch.Tensor:
-        (hidden,) = self.graph.run(self._run, state)
-        return hidden
+    def weights(self) -> None:
+        """The weight gradients of the phase before whose are oldest."""
+        self.queue.pop()
 
-    def _run(self, state):
-        embedded = self.job.model.model.embed_tokens(self.job.batch.inputs(self.depth))
-        return (self.module.merge(embedded, state),)
-
-    def backward(self, grad: torch.Tensor) -> torch.Tensor:
-        (grad_state,) = self.graph.backward(grad)
-        return grad_state
-
-
-def unit_passes(job: Job) -> list:
-    """A fresh pass for every unit of the model, in order."""
-    passes = [EmbedPass(job), *(BlockUnitPass(job, block) for block in job.model.blocks), HeadPass(job, 0)]
-    for depth, module in enumerate(job.model.mtp_modules, start=1):
-        passes += [MergePass(job, module, depth), BlockUnitPass(job, module), HeadPass(job, depth)]
-    return passes
+    def finish(self) -> torch.Tensor | None:
+        """-> the gradient of what the first unit took; None for the embedding."""
+        self._go_on()
+        return self.grad
 
 
-def start(
-    model: Model,
-    batch: MicroBatch,
-    dispatcher: Dispatcher,
-    sums: LossSums,
-    weights: LossWeights | None,
-    recompute: bool = False,
-) -> Job:
-    rotary = Rotary(model.config, batch.positions, model.dtype)
-    return Job(model, batch, AttentionContext(rotary, batch.starts), dispatcher, sums, weights, recompute)
+class Chunk:
+    """One micro-batch through consecutive units."""
+
+    def __init__(self, job: Job, units: list[Unit]):
+        self.job, self.passes = job, unit_passes(job, units)
+        self.blocks = sum(isinstance(one, BlockPass) for one in self.passes)
+
+    def forward(self, hidden: torch.Tensor | None) -> torch.Tensor:
+        way = ForwardWay(self, hidden)
+        for _ in range(way.blocks):
+            way.attention()
+            way.dispatch()
+            way.experts()
+            way.combine()
+        return way.finish()
+
+    def backward(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Adds to every `main_grad`, or leaves the weight gradients in the chunk of a queue that is open."""
+        way = BackwardWay(self, grad)
+        for _ in range(way.blocks):
+            way.combine()
+            way.experts()
+            way.dispatch()
+            way.attention()
+        return way.finish()
 
 
 def forward_backward(
@@ -142,17 +152,11 @@ def forward_backward(
     recompute: bool = False,
 ) -> None:
     """Add one micro-batch's losses to `sums` and its gradients to every parameter's `main_grad`."""
-    passes = unit_passes(start(model, batch, dispatcher, sums, weights, recompute))
-    hidden = None
-    for unit in passes:
-        hidden = unit.forward(hidden)
-    grad = None
-    while passes:
-        grad = passes.pop().backward(grad)
+    chunk = Chunk(Job(model, batch, dispatcher, sums, weights, recompute), list_units(model.config))
+    chunk.forward(None)
+    chunk.backward(None)
 
 
 def evaluate(model: Model, batch: MicroBatch, dispatcher: Dispatcher, sums: LossSums) -> None:
     """Add one micro-batch's losses to `sums`; keeps nothing and counts no expert load."""
-    hidden = None
-    for unit in unit_passes(start(model, batch, dispatcher, sums, weights=None)):
-        hidden = unit.forward(hidden)
+    Chunk(Job(model, batch, dispatcher, sums, weights=None), list_units(model.config)).forward(None)

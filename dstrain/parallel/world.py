@@ -1,0 +1,117 @@
+"""All ranks of a run: who this process is, and how the ranks agree while they start.
+
+torchrun, deepspeed and Slurm's wrapper tell a process its place by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. Without WORLD_SIZE, or with 1, there is one rank and torch.distributed is not used.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dstrain.config.errors import InputError
+
+T = TypeVar("T")
+# Seconds that ranks wait for the first one while the run starts: it may have to tokenise a corpus.
+START_TIMEOUT = 4 * 3600.0
+
+
+class StoppedElsewhere(Exception):
+    """Another rank has bad input and says so; this one ends silently with the same exit code, 2."""
+
+
+class World:
+    """rank of size; local_rank of local_size on this machine."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, local_size: int):
+        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self.start_group = None
+
+    @classmethod
+    def start(cls, timeout: float = 600.0) -> "World":
+        """Join the others. timeout: seconds for every wait of a collective later on.
+
+        Every group works on CPU tensors (gloo), and on CUDA tensors (NCCL) where this process has a GPU.
+        """
+        rank, size, local_rank, local_size = (_number(key, default) for key, default in (
+            ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)
+        ))
+        world = cls(rank, size, local_rank, local_size)
+        if size > 1:
+            for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+                if not os.environ.get(key):
+                    raise InputError(f"WORLD_SIZE={size}, but {key} is not set; start the ranks with torchrun")
+            if not 0 <= rank < size:
+                raise InputError(f"RANK={rank}: must be from 0 to WORLD_SIZE - 1 = {size - 1}")
+            backend = "gloo"
+            if torch.cuda.is_available():
+                torch.cuda.set_device(local_rank % torch.cuda.device_count())
+                backend = "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            world.start_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT))
+        return world
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def first(self, function: Callable[[], T]) -> T:
+        """function() of rank 0, on all ranks; the result is pickled. Its InputError ends all of them."""
+        if self.size == 1:
+            return function()
+        if not self.is_first:
+            outcome = [None]
+            dist.broadcast_object_list(outcome, src=0, group=self.start_group)
+            return self._result(outcome[0])
+        try:
+            outcome = [(True, function())]
+        except InputError as error:
+            outcome = [(False, error)]
+        except BaseException:
+            dist.broadcast_object_list([(False, None)], src=0, group=self.start_group)
+            raise
+        dist.broadcast_object_list(outcome, src=0, group=self.start_group)
+        return self._result(outcome[0])
+
+    def _result(self, outcome):
+        good, value = outcome
+        if good:
+            return value
+        if self.is_first:
+            raise value
+        raise StoppedElsewhere
+
+    def all(self, function: Callable[[], T]) -> T:
+        """function() of this rank, once it has succeeded on all of them. An InputError of any rank ends all.
+
+        The lowest rank that failed says why.
+        """
+        if self.size == 1:
+            return function()
+        result = error = None
+        try:
+            result = function()
+        except InputError as failure:
+            error = failure
+        failed = [False] * self.size
+        dist.all_gather_object(failed, error is not None, group=self.start_group)
+        if True not in failed:
+            return result
+        if failed.index(True) == self.rank:
+            raise InputError(f"rank {self.rank}: {error}") from error
+        raise StoppedElsewhere
+
+    def end(self) -> None:
+        """Leave the group. After a failure the process just exits: others may be gone already."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def _number(key: str, default: int) -> int:
+    text = os.environ.get(key) or str(default)
+    if not text.isdecimal():
+        raise InputError(f"{key}={text!r} in the environment: must be a whole number; torchrun sets it")
+    return int(text)

@@ -14,6 +14,9 @@ class Work:
     stage: int
     micro_batch: int
 
+    def __str__(self) -> str:
+        return f"micro-batch {self.micro_batch} on stage {self.stage}"
+
 
 @dataclass(frozen=True)
 class Action:
@@ -26,6 +29,10 @@ class Action:
     forward: Work | None = None
     backward: Work | None = None
     split: bool = False  # B: leave the weight gradients in the queue
+
+    def __str__(self) -> str:
+        works = " and ".join(str(work) for work in (self.forward, self.backward) if work is not None)
+        return f"{self.kind}{' (split)' if self.split else ''} of {works}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from dstrain.config.schema import ModelConfig
+from dstrain.model.block import Block
 from dstrain.model.model import Model
+from dstrain.model.mtp import MTPModule
+from dstrain.model.unit import Unit, list_units
 
 
 @dataclass
@@ -32,6 +35,32 @@ def count_parameters(config: ModelConfig) -> Counts:
     return Counts(main, extra[0] if extra else 0, total, main - idle, biases)
 
 
+def unit_parameters(config: ModelConfig, ep: int = 1) -> dict[Unit, int]:
+    """Parameters that each unit has of its own on one of `ep` expert-parallel ranks; nothing is allocated.
+
+    embed: the embedding; head: the final norm and the projection; an MTP unit: merge, block and norms, without the
+    embedding and projection that it shares. All together are `Counts.total` where ep is 1.
+    """
+    table = config.vocab_size * config.hidden_size
+    own = {"embed": table, "head": table + config.hidden_size}
+    found = {}
+    for unit in list_units(config):
+        layer = unit.layer(config)
+        key = unit.kind if unit.kind != "block" else f"block, dense {layer < config.first_k_dense_replace}"
+        if key not in own:
+            kind = MTPModule if unit.kind == "mtp" else Block
+            with torch.device("meta"):
+                own[key] = _size(kind(config, layer, torch.bfloat16), ep)
+        found[unit] = own[key]
+    return found
+
+
+def _size(block: Block, ep: int) -> int:
+    whole = sum(parameter.numel() for parameter in block.parameters())
+    experts = sum(p.numel() for p in block.mlp.experts.parameters()) if block.is_moe else 0
+    return whole - experts + experts // ep
+
+
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Forward and backward FLOPs of one trained token: three times those of the forward's matrix products.
 
@@ -39,22 +68,26 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     every MTP module with its head; causal attention over the (L + 1) / 2 keys that a token sees on average.
     Not counted: embedding look-ups, norms, recomputation.
     """
+    return sum(unit_flops(config, unit, sequence_length) for unit in list_units(config))
+
+
+def unit_flops(config: ModelConfig, unit: Unit, sequence_length: int) -> float:
+    """The unit's share of `flops_per_token`."""
     hidden, heads = config.hidden_size, config.num_attention_heads
+    head = hidden * config.vocab_size
+    if unit.kind in ("embed", "head"):
+        return 3 * 2 * (head if unit.kind == "head" else 0)
     q_out = heads * config.qk_head_dim
     query = hidden * q_out if config.q_lora_rank is None else config.q_lora_rank * (hidden + q_out)
     key_value = hidden * (config.kv_lora_rank + config.qk_rope_head_dim)
     key_value += config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
     core = heads * (config.qk_head_dim + config.v_head_dim) * (sequence_length + 1) / 2
-    attention = query + key_value + core + heads * config.v_head_dim * hidden
-    dense = attention + 3 * hidden * config.intermediate_size
-    used = config.num_experts_per_tok + config.n_shared_experts
-    moe = attention + hidden * config.n_routed_experts + 3 * hidden * config.moe_intermediate_size * used
-    head = hidden * config.vocab_size
-
-    def block(layer: int) -> float:
-        return dense if layer < config.first_k_dense_replace else moe
-
-    products = sum(block(layer) for layer in range(config.num_hidden_layers)) + head
-    for depth in range(config.num_nextn_predict_layers):
-        products += 2 * hidden * hidden + block(config.num_hidden_layers + depth) + head
+    products = query + key_value + core + heads * config.v_head_dim * hidden
+    if unit.layer(config) < config.first_k_dense_replace:
+        products += 3 * hidden * config.intermediate_size
+    else:
+        used = config.num_experts_per_tok + config.n_shared_experts
+        products += hidden * config.n_routed_experts + 3 * hidden * config.moe_intermediate_size * used
+    if unit.kind == "mtp":
+        products += 2 * hidden * hidden + head
     return 3 * 2 * products

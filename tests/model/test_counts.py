@@ -5,9 +5,10 @@ import torch
 from oracle import tiny_config
 
 from dstrain.config.compose import compose
-from dstrain.model.count import count_parameters, flops_per_token
+from dstrain.model.count import count_parameters, flops_per_token, unit_flops, unit_parameters
 from dstrain.model.init import initial_value
 from dstrain.model.model import Model
+from dstrain.model.unit import Unit
 
 
 def model_config(name):
@@ -49,6 +50,35 @@ def test_flops_of_a_tiny_model_counted_by_hand():
     head = 24 * 61
     forward = dense + 2 * moe + head + (2 * 24 * 24 + moe + head)
     assert flops_per_token(config, 16) == 6 * forward
+
+
+def test_flops_of_the_units_are_those_of_the_whole():
+    """By hand for the units without a block; an MTP unit is a MoE block, its merge and a head."""
+    config = model_config("v3_671b_mtp4")
+    flops = {str(unit): unit_flops(config, unit, 4096) for unit in unit_parameters(config)}
+    assert sum(flops.values()) == flops_per_token(config, 4096) and len(flops) == 1 + 61 + 1 + 4
+    assert flops["embed"] == 0 and flops["head"] == 6 * 7168 * 129280
+    assert flops["block 0"] - flops["block 3"] == 6 * (3 * 7168 * 18432 - 7168 * 256 - 9 * 3 * 7168 * 2048)
+    assert flops["mtp 1"] == flops["mtp 4"] == flops["block 60"] + flops["head"] + 6 * 2 * 7168**2
+
+
+@pytest.mark.parametrize("name", ["v3_671b_mtp4", "v2_lite_16b"])
+def test_parameters_of_the_units_are_those_of_the_whole(name):
+    config = model_config(name)
+    counts, units = count_parameters(config), unit_parameters(config)
+    assert sum(units.values()) == counts.total
+    assert units[Unit("embed")] + config.hidden_size == units[Unit("head")] == (config.vocab_size + 1) * config.hidden_size
+    if config.num_nextn_predict_layers:
+        assert units[Unit("mtp", 4)] == counts.per_mtp
+
+
+def test_expert_parallel_ranks_divide_the_routed_experts_alone():
+    config = model_config("v3_671b")
+    whole, part = unit_parameters(config), unit_parameters(config, 64)
+    experts = 256 * 3 * 7168 * 2048
+    for unit in (Unit("block", 3), Unit("mtp", 1)):
+        assert whole[unit] - part[unit] == experts - experts // 64
+    assert all(whole[unit] == part[unit] for unit in (Unit("embed"), Unit("head"), Unit("block", 2)))
 
 
 def test_initial_values_depend_on_seed_and_name_alone():

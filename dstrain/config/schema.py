@@ -107,10 +107,17 @@ class PrecisionConfig:
 
 @dataclass
 class ParallelConfig:
+    """How ranks share the work: rank = (pipeline rank · edp + i) · ep + j, with edp = ranks / (pp · ep)."""
+
     pp: int = 1  # pipeline ranks
     ep: int = 1  # expert-parallel ranks
-    schedule: str = "1f1b"
+    schedule: str = "1f1b"  # 1f1b | zb1p | dualpipe | dualpipev
+    overlap: bool = True  # dualpipe, dualpipev: interleave the phases of a forward and a backward chunk
+    stages: list[int] | None = None  # units (embed, blocks, head, MTP modules) of each stage; null: balanced by cost
+    ranks_per_node: int | None = None  # ranks joined by fast links; null: as the launcher says
+    dispatch: str = "compute"  # what tokens travel to experts in: compute (the compute type) | fp8 (with precision=fp8)
     recompute: str = "none"  # none | block: keep a block's input only and run it again in backward
+    timeout: float = 600.0  # seconds that a rank waits for another before the run ends with what it waited for
 
 
 @dataclass

@@ -22,6 +22,7 @@ from dstrain.config.schema import (
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
+SCHEDULES = ("1f1b", "zb1p", "dualpipe", "dualpipev")
 SHAPES = ("constant", "linear", "cosine")
 LARGEST_SEED = 2**64 - 1  # of torch's generators
 MOST_THREADS = 4096  # more than any machine has; torch crashes at what it cannot start
@@ -219,19 +220,20 @@ def _batch(batch: BatchConfig) -> None:
 
 
 def _parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
+    """What does not depend on the number of ranks; the rest is checked when they have met."""
     _at_least("parallel.pp", parallel.pp, 1)
     _at_least("parallel.ep", parallel.ep, 1)
-    if parallel.pp > model.num_hidden_layers:
-        raise InputError(f"parallel.pp={parallel.pp}: must be at most "
-                         f"model.num_hidden_layers={model.num_hidden_layers}")
     if model.n_routed_experts % parallel.ep:
         raise InputError(f"model.n_routed_experts={model.n_routed_experts}: must be divisible by "
                          f"parallel.ep={parallel.ep}")
-    for key in ("pp", "ep"):
-        if getattr(parallel, key) != 1:
-            raise InputError(f"parallel.{key}={getattr(parallel, key)}: must be 1, this version runs on one rank")
-    _one_of("parallel.schedule", parallel.schedule, ("1f1b",))
+    _one_of("parallel.schedule", parallel.schedule, SCHEDULES)
+    if parallel.ranks_per_node is not None:
+        _at_least("parallel.ranks_per_node", parallel.ranks_per_node, 1, "null (as the launcher says) or at least 1")
+    for i, count in enumerate(parallel.stages or []):
+        _at_least(f"parallel.stages.{i}", count, 1)
     _one_of("parallel.recompute", parallel.recompute, ("none", "block"))
+    _one_of("parallel.dispatch", parallel.dispatch, ("compute", "fp8"))
+    _positive("parallel.timeout", parallel.timeout)
 
 
 def _optim(optim: OptimConfig) -> None:

@@ -2,6 +2,8 @@
 
 import torch
 
+from dstrain.parallel.dispatch_layout import Copies, ExpertRows, count, sum_choices
+
 
 def row_alignment(device: torch.device, dtype: torch.dtype) -> int:
     """To what multiple an expert's rows are best filled up for training.
@@ -35,39 +37,38 @@ class LocalDispatcher:
 class LocalDispatch:
     """Rows sorted by expert, within an expert by token. Sums are gathers, so their order is fixed everywhere.
 
-    Rows that only fill up carry the first token with weight 0: the weight multiplies what goes into the down projection,
-    so they add zeros to every weight gradient, and no token reads them back.
+    Rows that only fill up carry the first token with weight 0: the weight multiplies what goes into the down
+    projection, so they add zeros to every weight gradient, and no token reads them back. A choice of -1 has such a row
+    too, behind the last expert's, so that the number of rows needs no look at the ids; its output and its gradient are
+    zeros.
     """
 
     def __init__(self, topk_ids: torch.Tensor, experts: int, alignment: int):
-        """topk_ids int64 [T, k]."""
-        self.shape = topk_ids.shape
-        flat = topk_ids.flatten()
-        order = flat.argsort(stable=True)  # sorted place -> slot (token · k + choice)
-        counts = torch.bincount(flat, minlength=experts)
+        """topk_ids int64 [T, k], -1 for no expert."""
+        self.dropped = topk_ids < 0
+        slots = topk_ids.numel()
+        copies = Copies(topk_ids, experts, slots)
+        counts = count(topk_ids, experts)
+        counts[-1] += slots - counts.sum()
         room = (counts + alignment - 1) // alignment * alignment
-        self.offsets = room.cumsum(0).to(torch.int32)
-        gaps = (room - counts).cumsum(0) - (room - counts)  # filling rows in front of each expert
-        rows = torch.arange(len(flat), device=flat.device) + gaps[flat[order]]  # sorted place -> row
-        total = len(flat) if alignment == 1 else int(self.offsets[-1])
-        self.row_of_slot = torch.empty_like(order)
-        self.row_of_slot[order] = rows
-        self.token_of_row = torch.zeros(total, dtype=torch.int64, device=flat.device)
-        self.token_of_row[rows] = order // self.shape[1]
+        total = slots if alignment == 1 else int(room.sum())
+        rows = ExpertRows(counts.view(1, experts, 1), slots, total, alignment)
+        self.offsets = rows.offsets
+        self.row_of_slot = rows.row_of_copy[copies.place]  # [T, k]
+        self.token_of_row = torch.zeros(total, dtype=torch.int64, device=topk_ids.device)
+        self.token_of_row[rows.row_of_copy] = copies.token
 
     def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor) -> Done:
         row_weights = topk_weights.new_zeros(len(self.token_of_row))
-        row_weights[self.row_of_slot] = topk_weights.flatten()
+        row_weights[self.row_of_slot] = topk_weights.masked_fill(self.dropped, 0)
         return Done((x[self.token_of_row], row_weights))
 
     def combine(self, rows: torch.Tensor) -> Done:
-        return Done(self._sum(rows))
+        return Done(sum_choices(rows, self.row_of_slot))
 
     def combine_backward(self, grad: torch.Tensor) -> Done:
         return Done(grad[self.token_of_row])
 
     def dispatch_backward(self, grad_rows: torch.Tensor, grad_row_weights: torch.Tensor) -> Done:
-        return Done((self._sum(grad_rows), grad_row_weights[self.row_of_slot].view(self.shape)))
-
-    def _sum(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[self.row_of_slot].unflatten(0, self.shape).sum(dim=1)
+        grad_topk_weights = grad_row_weights[self.row_of_slot].masked_fill(self.dropped, 0)
+        return Done((sum_choices(grad_rows, self.row_of_slot), grad_topk_weights))

@@ -42,6 +42,23 @@ def test_filling_up_changes_no_loss_no_load_and_no_gradient():
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
+def test_a_choice_of_no_expert_adds_nothing(alignment):
+    """FAULTS B14. Experts are linear here; the right values are those of the picks that are left."""
+    ids = torch.tensor([[2, -1], [-1, -1], [2, 2], [0, 1]])
+    route = LocalDispatcher(alignment).route(ids, experts=3)
+    x = torch.arange(1.0, 5.0, dtype=torch.float64).unsqueeze(-1)
+    rows, weights = route.dispatch(x, WEIGHTS).wait()
+    assert weights[weights > 0].tolist() == [0.1, 0.9, 0.7, 0.5, 0.25]
+    assert rows[weights > 0].flatten().tolist() == [4, 4, 1, 3, 3]
+    assert len(rows) == route.offsets[-1] == (8 if alignment == 1 else 16)  # 1, 1 and 3 + 3 that only fill up
+    right = torch.tensor([0.7, 0, 3 * 0.75, 4], dtype=torch.float64).unsqueeze(-1)
+    torch.testing.assert_close(route.combine(rows * weights.unsqueeze(-1)).wait(), right)
+    grad_x, grad_weights = route.dispatch_backward(weights.unsqueeze(-1), torch.ones_like(weights)).wait()
+    torch.testing.assert_close(grad_x.flatten(), torch.tensor([0.7, 0, 0.75, 1], dtype=torch.float64))
+    assert grad_weights.tolist() == [[1, 0], [0, 0], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
 def test_identity_experts_give_each_token_times_the_sum_of_its_weights(alignment):
     route = LocalDispatcher(alignment).route(IDS, experts=4)
     x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -247,8 +247,8 @@ def everything(rank: int, size: int) -> int:
     def flat(group, payload=PAYLOADS["compute"], alignment=1):
         return AllToAllDispatcher(group, 2, payload, CPU, alignment)
 
-    def nodes(payload=PAYLOADS["compute"], alignment=1):
-        return NodeLimitedDispatcher(whole, 2, payload, CPU, limit, alignment)
+    def nodes(payload=PAYLOADS["compute"], alignment=1, ranks_per_node=2):
+        return NodeLimitedDispatcher(whole, ranks_per_node, payload, CPU, limit, alignment)
 
     checked = 0
     for alignment in (1, 4):
@@ -263,6 +263,8 @@ def everything(rank: int, size: int) -> int:
         for tokens, case in CASES:
             check_case(dispatcher, rank, 4, tokens, case, alignment, exact=False)
             checked += 1
+    for ranks_per_node in (1, 4):  # every rank a node, and all in one
+        check_case(nodes(ranks_per_node=ranks_per_node), rank, 4, *CASES[-1], 1, exact=False)
     for dispatcher in (flat(whole), nodes()):
         check_identity(dispatcher, rank, [3, 0, 8, 5])
         check_several_at_once(dispatcher, rank, [3, 5, 0, 6])

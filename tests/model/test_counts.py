@@ -67,7 +67,8 @@ def test_parameters_of_the_units_are_those_of_the_whole(name):
     config = model_config(name)
     counts, units = count_parameters(config), unit_parameters(config)
     assert sum(units.values()) == counts.total
-    assert units[Unit("embed")] + config.hidden_size == units[Unit("head")] == (config.vocab_size + 1) * config.hidden_size
+    assert units[Unit("embed")] == config.vocab_size * config.hidden_size
+    assert units[Unit("head")] == units[Unit("embed")] + config.hidden_size
     if config.num_nextn_predict_layers:
         assert units[Unit("mtp", 4)] == counts.per_mtp
 

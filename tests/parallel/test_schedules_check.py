@@ -10,15 +10,15 @@ from dstrain.parallel.schedules.check import check
 from dstrain.parallel.schedules.messages import Message, messages
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(n, r) for n in NAMES for r in (1, 2, 3, 4, 5, 8, 16) if n != "dualpipe" or r % 2 == 0]
+)
 def test_every_schedule_passes(name, ranks):
-    if name == "dualpipe" and ranks % 2:
-        pytest.skip("DualPipe's ranks are even")
     for micro_batches in (2 * ranks, 2 * ranks + 2, 3 * ranks + ranks % 2, 6 * ranks):
         found = check(build_schedule(name, ranks, micro_batches))
-        # in the sender's order: exactly what the receiver needs next up to 4 ranks, at most one aside beyond
-        assert max(found.aside.values(), default=0) <= (0 if ranks <= 4 and name != "dualpipev" or ranks <= 2 else 1)
+        # in the sender's order comes what the receiver needs next; with more than two ranks in a half one waits aside
+        half = {"dualpipe": ranks // 2, "dualpipev": ranks}.get(name, 0)
+        assert max(found.aside.values(), default=0) == (1 if half > 2 else 0)
 
 
 def test_queue_of_weight_gradients():
@@ -95,8 +95,8 @@ def put(i: int, action: Action):
         ("1f1b", 0, put(0, Action("X", forward=Work(0, 0))), "not an action"),
         ("1f1b", 0, put(0, Action("F", forward=Work(0, 0), split=True)), "only a B can be split"),
         ("1f1b", 1, swap(0, 1), "deadlock"),  # its backward before its forward
-        ("1f1b", 0, swap(1, 4), "deadlock, waiting for ever: rank 0 before B of micro-batch 1 on stage 0; rank 1 before "
-         "F of micro-batch 1 on stage 1"),
+        ("1f1b", 0, swap(1, 4), "deadlock, waiting for ever: rank 0 before B of micro-batch 1 on stage 0; rank 1 "
+         "before F of micro-batch 1 on stage 1"),
         ("1f1b", 0, swap(2, 3), "rank 0 holds the activations of 3 micro-batches at once, stated: 2"),
         ("zb1p", 0, lambda a: a.pop(), "rank 0 ends with weight gradients in the queue, the oldest of micro-batch 2"),
         ("zb1p", 1, swap(4, 7), "the oldest in the queue is micro-batch 0 on stage 1"),
@@ -120,8 +120,10 @@ def test_bound_that_is_never_reached_is_named():
 
 def test_messages_aside_are_counted():
     """1F1B whose last rank takes its micro-batches in the order 2, 1, 0: two states wait while it needs the third."""
+
     def forwards_first(stage, order):
-        return [Action("F", forward=Work(stage, m)) for m in order] + [Action("B", backward=Work(stage, m)) for m in order]
+        works = [Work(stage, micro_batch) for micro_batch in order]
+        return [Action("F", forward=work) for work in works] + [Action("B", backward=work) for work in works]
 
     schedule = dataclasses.replace(
         build_schedule("1f1b", 2, 3), most_alive=[3, 3],

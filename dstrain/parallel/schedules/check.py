@@ -43,7 +43,8 @@ def check(schedule: Schedule) -> Checked:
     aside = _aside(schedule, where)
     for rank, (most, bound) in enumerate(zip(alive, schedule.most_alive, strict=True)):
         if most != bound:
-            raise ValueError(f"{where}: rank {rank} holds the activations of {most} micro-batches at once, stated: {bound}")
+            raise ValueError(f"{where}: rank {rank} holds the activations of {most} micro-batches at once, "
+                             f"stated: {bound}")
     return Checked(alive, queued, aside)
 
 

@@ -20,7 +20,8 @@ class Message:
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"{self.kind} of micro-batch {self.micro_batch} for stage {self.stage} (rank {self.source} to {self.target})"
+        way = f"rank {self.source} to {self.target}"
+        return f"{self.kind} of micro-batch {self.micro_batch} for stage {self.stage} ({way})"
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Traffic:
 def messages(schedule: Schedule) -> Traffic:
     """The traffic of a whole step.
 
-    A pair sends its state before its gradient, often to the same rank: so the next rank needs them in that order up to
-    4 ranks, and beyond keeps at most one message of a channel aside (tests). The other way round it is one on 2 ranks.
+    A pair sends its state before its gradient, often to the same rank. So the next rank needs its messages in the order
+    in which they come, or, with more than 4 ranks of DualPipe or 2 of DualPipeV, keeps one of a channel aside: it takes
+    a state before it runs that forward, while backwards go first. With gradients first that begins on 2 ranks.
     """
     needs = [[_needs(schedule, rank, action) for action in actions] for rank, actions in enumerate(schedule.actions)]
     produces = [[_produces(schedule, rank, action) for action in actions]

@@ -1,4 +1,4 @@
-"""The order inside an overlapped pair: which phases of one micro-batch's forward run between which of another's backward.
+"""The order inside an overlapped pair: which phases of a micro-batch's forward run between which of another's backward.
 
 As the published trace issues them, layer by layer:
 
@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Operation:
-    """A phase of the `place`-th layer in its chunk's own order: a forward's from the bottom, a backward's from the top."""
+    """A phase of the `place`-th layer in its chunk's own order: a forward counts up from 0, a backward down from the top."""
 
     phase: Phase
     place: int

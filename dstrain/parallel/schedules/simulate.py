@@ -1,4 +1,4 @@
-"""When every action of a schedule runs: a list is executed in order, an action starts when what it needs has arrived."""
+"""When every action of a schedule runs: lists are executed in order, an action starts when what it needs has arrived."""
 
 from dataclasses import dataclass
 
@@ -57,7 +57,8 @@ def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline
                 if action.kind in ("B", "FB"):
                     done["B", action.backward] = rank, end[rank][-1]
                 moving = True
-    stuck = [f"rank {r} before {schedule.actions[r][len(end[r])]}" for r in ranks if len(end[r]) < len(schedule.actions[r])]
+    stuck = [f"rank {rank} before {schedule.actions[rank][len(end[rank])]}"
+             for rank in ranks if len(end[rank]) < len(schedule.actions[rank])]
     if stuck:
         raise ValueError(f"schedule {schedule.name}: deadlock, waiting for ever: {'; '.join(stuck)}")
     return Timeline(start, end, max(ends[-1] for ends in end if ends))

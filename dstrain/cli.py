@@ -61,6 +61,15 @@ def _import(overrides: list[str]) -> int:
     return import_folder(config)
 
 
+def _plan(overrides: list[str]) -> int:
+    from dstrain.config.compose import compose
+
+    config, _, _ = compose("plan", overrides)
+    from dstrain.planner.main import plan
+
+    return plan(config)
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     summary: str
@@ -73,6 +82,7 @@ COMMANDS = {
     "generate": Command("write text with a trained model", "checkpoint=runs/tiny prompt='def '", _generate),
     "export": Command("write a checkpoint as a Hugging Face folder", "checkpoint=runs/tiny out=tiny-hf", _export),
     "import": Command("make a checkpoint of a Hugging Face folder", "from=DeepSeek-V2-Lite out=v2-lite", _import),
+    "plan": Command("show what a pipeline schedule does", "schedule=dualpipe parallel.pp=8 show=true", _plan),
 }
 
 

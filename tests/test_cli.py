@@ -12,7 +12,7 @@ import pytest
 from dstrain.cli import COMMANDS, main
 from dstrain.config.build import all_keys
 from dstrain.config.errors import InputError
-from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, TrainConfig
+from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, PlanConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -118,14 +118,15 @@ def test_interrupt_is_exit_code_130(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("command", "schema"),
-    [("train", TrainConfig), ("generate", GenerateConfig), ("export", ExportConfig), ("import", ImportConfig)],
+    [("train", TrainConfig), ("generate", GenerateConfig), ("export", ExportConfig), ("import", ImportConfig),
+     ("plan", PlanConfig)],
 )
 def test_help_shows_every_key_with_type_and_meaning(command, schema, capsys):
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out
-    groups = {field.name for field in dataclasses.fields(TrainConfig)}
+    groups = {field.name for field in dataclasses.fields(schema) if dataclasses.is_dataclass(field.type)}
     for key in all_keys(schema):
-        if schema is TrainConfig and key in groups:
+        if key in groups:
             assert f"\n{key}:" in out
         else:
             assert f"\n  {key}=" in out

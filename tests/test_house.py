@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "dstrain"
-ROOMS = ["config", "precision", "model", "data", "parallel", "checkpoint", "telemetry", "train", "inference", "cli"]
+ROOMS = [
+    "config", "precision", "model", "data", "parallel", "checkpoint", "telemetry", "train", "inference", "planner", "cli",
+]
 # Beyond the order: what a room must not know at all.
 UNKNOWN = {"config": {"torch"}, "precision": {"dstrain.model"}, "data": {"dstrain.model"}, "inference": {"dstrain.train"}}
 

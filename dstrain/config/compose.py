@@ -34,10 +34,13 @@ from dstrain.config.build import (
     unknown_key,
 )
 from dstrain.config.errors import InputError
-from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, TrainConfig
+from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, PlanConfig, TrainConfig
 
-COMMANDS = {"train": TrainConfig, "generate": GenerateConfig, "export": ExportConfig, "import": ImportConfig}
-AnyConfig = TrainConfig | GenerateConfig | ExportConfig | ImportConfig
+COMMANDS = {
+    "train": TrainConfig, "generate": GenerateConfig, "export": ExportConfig, "import": ImportConfig,
+    "plan": PlanConfig,
+}
+AnyConfig = TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig
 CONFIG_FILE = "config.yaml"
 OVERRIDES_FILE = "overrides.json"
 # They say which folder is meant and how far to go this time, not what the run is.

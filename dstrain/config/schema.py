@@ -234,3 +234,29 @@ class ImportConfig:
 
     from_: str  # a Hugging Face folder of DeepSeek-V3, V2 or Moonlight weights, BF16 or FP8
     out: str  # the checkpoint folder to write; new or empty
+
+
+@dataclass
+class PlanParallel:
+    """The pipeline whose schedule is shown."""
+
+    pp: int  # pipeline ranks
+    schedule: str  # 1f1b | zb1p | dualpipe | dualpipev
+
+
+@dataclass
+class PlanBatch:
+    """The batch of one optimizer step."""
+
+    micro_batches: int  # of one pipeline
+
+
+@dataclass
+class PlanConfig:
+    """The whole configuration of `dstrain plan`."""
+
+    schedule: str  # short for parallel.schedule, which counts where both are given
+    show: bool  # draw the schedule: as text here, as a picture into a file
+    out: str | None  # the picture's file, an .svg; null: with show, named after the schedule, in the current folder
+    parallel: PlanParallel
+    batch: PlanBatch

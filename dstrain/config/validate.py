@@ -13,6 +13,7 @@ from dstrain.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    PlanConfig,
     RunConfig,
     ScheduleConfig,
     Segment,
@@ -30,12 +31,13 @@ LARGEST_SIZE = 2**20  # of a width; with LARGEST_COUNT of them the bytes of a ma
 LARGEST_COUNT = 2**16  # of heads and experts
 MOST_LAYERS = 4096
 LARGEST_BATCH = 2**20  # sequences, whose tokens of one step lie in memory
+LARGEST_PLAN = 2**16  # ranks times micro-batches of a schedule that is drawn
 NAME_BYTES = 200  # a file system's 255, less what is put before or after the name
 
 
 def validate(
-    config: TrainConfig | GenerateConfig | ExportConfig | ImportConfig,
-) -> TrainConfig | GenerateConfig | ExportConfig | ImportConfig:
+    config: TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig,
+) -> TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig:
     """The configuration itself, if it can run; else InputError naming the keys, their values and what is valid."""
     if isinstance(config, GenerateConfig):
         _generate(config)
@@ -46,6 +48,9 @@ def validate(
     if isinstance(config, ImportConfig):
         _given("from", config.from_, "a Hugging Face folder")
         _given("out", config.out, "the checkpoint folder to write")
+        return config
+    if isinstance(config, PlanConfig):
+        _plan(config)
         return config
     _run(config.run)
     _model(config.model)
@@ -291,6 +296,14 @@ def _export(config: ExportConfig) -> None:
     _one_of("dtype", config.dtype, ("bf16", "fp32", "fp8"))
     _one_of("fp8_scales", config.fp8_scales, ("power_of_two", "fp32"))
     parse_size("shard_size", config.shard_size)
+
+
+def _plan(config: PlanConfig) -> None:
+    ranks, micro_batches = config.parallel.pp, config.batch.micro_batches
+    _from_to("parallel.pp", ranks, 1, LARGEST_PLAN)
+    _from_to("batch.micro_batches", micro_batches, 1, LARGEST_PLAN // ranks)
+    if config.out is not None and not (config.out.endswith(".svg") and "\0" not in config.out):
+        raise InputError(f"out={config.out}: must be null or the path of an .svg file")
 
 
 def _given(key: str, path: str, valid: str) -> None:

@@ -50,15 +50,10 @@ def unit_parameters(config: ModelConfig, ep: int = 1) -> dict[Unit, int]:
         if key not in own:
             kind = MTPModule if unit.kind == "mtp" else Block
             with torch.device("meta"):
-                own[key] = _size(kind(config, layer, torch.bfloat16), ep)
+                block = kind(config, layer, torch.bfloat16, range(config.n_routed_experts // ep))
+            own[key] = sum(parameter.numel() for parameter in block.parameters())
         found[unit] = own[key]
     return found
-
-
-def _size(block: Block, ep: int) -> int:
-    whole = sum(parameter.numel() for parameter in block.parameters())
-    experts = sum(p.numel() for p in block.mlp.experts.parameters()) if block.is_moe else 0
-    return whole - experts + experts // ep
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:

@@ -11,9 +11,10 @@ Every layout of stages is `stages_on`; the rest of the program asks it or `Sched
 from dataclasses import dataclass, field
 
 from dstrain.config.errors import InputError, nearest
+from dstrain.config.validate import SCHEDULES
 from dstrain.parallel.schedules.actions import Action, Schedule, Work
 
-NAMES = ("1f1b", "zb1p", "dualpipe", "dualpipev")
+NAMES = SCHEDULES
 
 
 def build_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:

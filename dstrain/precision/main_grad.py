@@ -35,8 +35,9 @@ class WeightGradQueue:
         return len(self._chunks)
 
     def pop(self) -> None:
-        for closure in self._chunks.popleft():
-            closure()
+        with torch.no_grad():  # as inside a backward; what closures hold may require gradients
+            for closure in self._chunks.popleft():
+                closure()
 
     def open_chunk(self) -> list[Callable[[], None]]:
         self._chunks.append([])

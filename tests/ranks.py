@@ -8,6 +8,7 @@
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -61,9 +62,10 @@ def _main(pipe, function, rank: int, size: int, arguments: tuple, folder: str, t
             "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=size,
             timeout=timedelta(seconds=timeout),
         )
-        pipe.send((True, function(rank, size, *arguments)))
+        answer = pickle.dumps((True, function(rank, size, *arguments)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        answer = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(answer)  # as bytes: PyTorch would send tensors as shared memory, which ends with its process
     pipe.close()
     # Without the clean-up of an interpreter's end: gloo's would wait for ranks that are gone.
     os._exit(0)
@@ -75,7 +77,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> list:
         for pipe in wait(list(waiting), timeout=max(deadline - time.monotonic(), 0)):
             rank = waiting.pop(pipe)
             try:
-                good, what = pipe.recv()
+                good, what = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 rank.process.join()
                 good, what = False, f"died with exit code {rank.process.exitcode}"

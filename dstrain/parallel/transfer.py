@@ -49,7 +49,7 @@ class Channels:
                 operation = self.send if me == self.members[source] else self.receive
                 self.wait(operation(token, source, target))
             except RuntimeError as error:
-                raise TransferError(f"channel from rank {source} to rank {target} does not open: {error}") from error
+                raise TransferError(f"channel from rank {source} to rank {target} does not open: {one_line(error)}") from error
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> dist.Work:
         return dist.isend(tensor, self.members[target], group=self.groups[source, target])
@@ -108,7 +108,7 @@ class Transfer:
         try:
             self.sent[message] = self.channels.send(tensor, *pair), tensor
         except RuntimeError as error:
-            raise TransferError(f"{message} cannot go: {error}") from error
+            raise TransferError(f"{message} cannot go: {one_line(error)}") from error
         self.sent = {m: entry for m, entry in self.sent.items() if not entry[0].is_completed()}
 
     def finish(self) -> None:
@@ -127,9 +127,13 @@ class Transfer:
         except RuntimeError as error:
             seconds = time.monotonic() - start
             why = "nothing within" if seconds >= self.channels.timeout else "cut off after"
-            raise TransferError(f"{message}: {why} {seconds:.3g} s ({error})") from error
+            raise TransferError(f"{message}: {why} {seconds:.3g} s ({one_line(error)})") from error
 
 
 def _positions(traffic: list[list[list[Message]]], mine: Callable[[Message], bool]) -> dict[Message, int]:
     """Message -> position of the action in the other rank's list."""
     return {m: at for actions in traffic for at, of_action in enumerate(actions) for m in of_action if mine(m)}
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

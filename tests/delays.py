@@ -1,0 +1,80 @@
+"""A dispatcher whose communication takes time: one wire for the rank, which carries one message after the other.
+
+Rows are moved at once, as the inner dispatcher does it; a result may be used when the wire has carried its bytes. Whoever
+needs it earlier sleeps, and no core works for it. With a clock of its own a test decides what computation costs.
+"""
+
+import time
+
+import torch
+
+
+class WallClock:
+    now = staticmethod(time.perf_counter)
+
+    def sleep_until(self, when: float) -> None:
+        if (left := when - self.now()) > 0:
+            time.sleep(left)
+
+
+class Wire:
+    """latency in seconds, bandwidth in bytes a second. Counted: messages, their bytes, the seconds they took on the wire
+    (`communication`) and those that somebody slept for them (`exposed`)."""
+
+    def __init__(self, latency: float, bandwidth: float, clock=None):
+        self.latency, self.bandwidth, self.clock = latency, bandwidth, clock or WallClock()
+        self.free = self.communication = self.exposed = 0.0
+        self.messages = self.nbytes = 0
+
+    def seconds(self, phase: str, nbytes: int) -> float:
+        return self.latency + nbytes / self.bandwidth
+
+    def carry(self, phase: str, pending) -> "Carried":
+        result = pending.wait()
+        nbytes = sum(tensor.nbytes for tensor in (result if isinstance(result, tuple) else (result,)))
+        seconds = self.seconds(phase, nbytes)
+        self.free = max(self.free, self.clock.now()) + seconds
+        self.communication += seconds
+        self.messages += 1
+        self.nbytes += nbytes
+        return Carried(self, result, self.free)
+
+
+class Carried:
+    def __init__(self, wire: Wire, result, arrival: float):
+        self.wire, self.result, self.arrival = wire, result, arrival
+
+    def wait(self):
+        start = self.wire.clock.now()
+        self.wire.clock.sleep_until(self.arrival)
+        self.wire.exposed += self.wire.clock.now() - start
+        return self.result
+
+
+class DelayedDispatcher:
+    def __init__(self, inner, wire: Wire):
+        self.inner, self.wire = inner, wire
+
+    def route(self, topk_ids: torch.Tensor, experts: int) -> "DelayedDispatch":
+        return DelayedDispatch(self.inner.route(topk_ids, experts), self.wire)
+
+
+class DelayedDispatch:
+    def __init__(self, inner, wire: Wire):
+        self.inner, self.wire = inner, wire
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        return self.inner.offsets
+
+    def dispatch(self, x, topk_weights):
+        return self.wire.carry("dispatch F", self.inner.dispatch(x, topk_weights))
+
+    def combine(self, rows):
+        return self.wire.carry("combine F", self.inner.combine(rows))
+
+    def combine_backward(self, grad):
+        return self.wire.carry("combine B", self.inner.combine_backward(grad))
+
+    def dispatch_backward(self, grad_rows, grad_row_weights):
+        return self.wire.carry("dispatch B", self.inner.dispatch_backward(grad_rows, grad_row_weights))

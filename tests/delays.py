@@ -17,6 +17,18 @@ class WallClock:
             time.sleep(left)
 
 
+class OwnClock:
+    """This thread's time on a core, and what it was told to sleep: on a machine that others use too."""
+
+    slept = 0.0
+
+    def now(self) -> float:
+        return time.thread_time() + self.slept
+
+    def sleep_until(self, when: float) -> None:
+        self.slept += max(when - self.now(), 0.0)
+
+
 class Wire:
     """latency in seconds, bandwidth in bytes a second. Counted: messages, their bytes, the seconds they took on the wire
     (`communication`) and those that somebody slept for them (`exposed`)."""
@@ -29,14 +41,16 @@ class Wire:
     def seconds(self, phase: str, nbytes: int) -> float:
         return self.latency + nbytes / self.bandwidth
 
-    def carry(self, phase: str, pending) -> "Carried":
+    def carry(self, phase: str, pending, rows: torch.Tensor | None = None) -> "Carried":
+        """rows: what travels; None: the (first) result."""
         result = pending.wait()
-        nbytes = sum(tensor.nbytes for tensor in (result if isinstance(result, tuple) else (result,)))
-        seconds = self.seconds(phase, nbytes)
+        if rows is None:
+            rows = result[0] if isinstance(result, tuple) else result
+        seconds = self.seconds(phase, rows.nbytes)
         self.free = max(self.free, self.clock.now()) + seconds
         self.communication += seconds
         self.messages += 1
-        self.nbytes += nbytes
+        self.nbytes += rows.nbytes
         return Carried(self, result, self.free)
 
 
@@ -71,10 +85,10 @@ class DelayedDispatch:
         return self.wire.carry("dispatch F", self.inner.dispatch(x, topk_weights))
 
     def combine(self, rows):
-        return self.wire.carry("combine F", self.inner.combine(rows))
+        return self.wire.carry("combine F", self.inner.combine(rows), rows)
 
     def combine_backward(self, grad):
         return self.wire.carry("combine B", self.inner.combine_backward(grad))
 
     def dispatch_backward(self, grad_rows, grad_row_weights):
-        return self.wire.carry("dispatch B", self.inner.dispatch_backward(grad_rows, grad_row_weights))
+        return self.wire.carry("dispatch B", self.inner.dispatch_backward(grad_rows, grad_row_weights), grad_rows)

@@ -2,12 +2,14 @@
 
     python tools/bench_overlap.py
     python tools/bench_overlap.py ratio=1.2 rounds=9 out=tools/results/overlap_cpu.md
+    python tools/bench_overlap.py clock=own      # on a machine that others use too
 
 Every rank is a process of one thread. Its experts are its own, but dispatch and combine go over a wire (tests/delays.py) of
 the given latency; whoever waits for the wire sleeps. A round is three steps: one without delay, from which the wire gets
 the bandwidth that makes a pair's communication take `ratio` times its computation, one without overlap and one with.
 Reported are the medians over rounds of a round's median pair, so that a disturbance of the machine spoils one round.
-Time that a rank waits for another rank's hidden states is not counted. The last line is JSON.
+Time that a rank waits for another rank's hidden states is not counted. clock=wall is real time and needs an idle core for
+each rank; clock=own counts a rank's time on its core and adds the waits for the wire. The last line is JSON.
 
     hidden share = 1 - (seconds waited for the wire) / (seconds of the wire)
 """
@@ -17,7 +19,6 @@ import os
 import platform
 import statistics
 import sys
-import time
 from datetime import date
 from pathlib import Path
 
@@ -26,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
-from delays import DelayedDispatcher, Wire
+from delays import DelayedDispatcher, OwnClock, WallClock, Wire
 from oracle import tiny_config
 from ranks import spawn
 
@@ -45,7 +46,7 @@ from dstrain.precision.main_grad import attach_main_grads
 
 DEFAULTS = {
     "schedule": "dualpipe", "ranks": "2", "micro_batches": "12", "layers": "4", "hidden": "256", "sequence": "256",
-    "ratio": "0.9", "latency_ms": "0.5", "rounds": "5", "timeout": "900", "out": "",
+    "ratio": "0.9", "latency_ms": "0.5", "rounds": "5", "clock": "wall", "timeout": "900", "out": "",
 }
 DEVICE = torch.device("cpu")
 
@@ -66,7 +67,7 @@ def main() -> None:
 
 def measure(rank: int, size: int, options: dict) -> list[dict[str, list]]:
     """One rank. -> by round and kind of step: each pair's seconds, seconds of the wire, seconds waited for the wire."""
-    wire = Wire(0.0, float("inf"))
+    wire = Wire(0.0, float("inf"), {"wall": WallClock, "own": OwnClock}[options["clock"]]())
     step = prepare(rank, size, options, wire)
     step(False)  # to warm up
     rounds = []
@@ -129,16 +130,16 @@ def write_times(pairs: list, wire: Wire) -> None:
 
     def receive(self, message):
         nonlocal received
-        start = time.perf_counter()
+        start = wire.clock.now()
         tensor = RECEIVE(self, message)
-        received += time.perf_counter() - start
+        received += wire.clock.now() - start
         return tensor
 
     def pair(self, *works):
         nonlocal received
-        received, communication, exposed, start = 0.0, wire.communication, wire.exposed, time.perf_counter()
+        received, communication, exposed, start = 0.0, wire.communication, wire.exposed, wire.clock.now()
         PAIR(self, *works)
-        seconds = time.perf_counter() - start - received
+        seconds = wire.clock.now() - start - received
         pairs.append((seconds, wire.communication - communication, wire.exposed - exposed))
 
     Transfer.receive, executing._Run._pair = receive, pair

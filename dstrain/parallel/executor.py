@@ -2,6 +2,8 @@
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -14,7 +16,7 @@ from dstrain.model.unit import Unit
 from dstrain.model.units import BackwardWay, Chunk, ForwardWay
 from dstrain.parallel.overlap import run_pair
 from dstrain.parallel.schedules.actions import Action, Schedule, Work
-from dstrain.parallel.schedules.messages import Message, messages
+from dstrain.parallel.schedules.messages import Message, Traffic, messages
 from dstrain.parallel.transfer import Channels, Transfer, TransferError
 from dstrain.precision.main_grad import WeightGradQueue, deferred
 
@@ -46,7 +48,7 @@ class Executor:
             raise ValueError(f"{len(stages)} stages of units for a schedule of {schedule.stages}")
         self.schedule, self.rank, self.model, self.stages = schedule, rank, model, stages
         self.dispatcher, self.channels, self.overlap, self.recompute = dispatcher, channels, overlap, recompute
-        self.most_alive = 0
+        self.traffic, self.most_alive = messages(schedule), 0
 
     def train(self, batches: list[MicroBatch], sums: LossSums, weights: LossWeights, step: int) -> None:
         """Add the losses of this rank's heads to `sums` and the gradients of its stages to every `main_grad`.
@@ -55,39 +57,46 @@ class Executor:
         """
         if len(batches) != self.schedule.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches for a schedule of {self.schedule.micro_batches}")
-        self._run(self.schedule, batches, sums, weights, step)
+        self._run(self.schedule, self.traffic, batches, sums, weights, step)
 
     def evaluate(self, batches: list[MicroBatch], sums: LossSums, step: int) -> None:
         """Add the losses of this rank's heads to `sums`; any number of micro-batches, as many at once as in training."""
         count = self.schedule.micro_batches
         for first in range(0, len(batches), count):
             part = batches[first : first + count]
-            self._run(forward_only(self.schedule, len(part)), part, sums, None, step)
+            schedule = forward_only(self.schedule, len(part))
+            self._run(schedule, messages(schedule), part, sums, None, step)
 
-    def _run(self, schedule, batches, sums, weights, step) -> None:
-        run = _Run(self, schedule, batches, sums, weights)
+    def _run(self, schedule, traffic, batches, sums, weights, step) -> None:
+        run = _Run(self, schedule, traffic, batches, sums, weights)
         actions = schedule.actions[self.rank]
         for position, action in enumerate(actions):
-            try:
+            with self._named(step, f"action {position + 1} of {len(actions)} ({action})"):
                 run.post(position)
                 run.post(position + 1)  # what comes next travels beside this action's computation
                 run.do(action)
-            except TransferError as error:
-                where = f"pipeline rank {self.rank}, step {step}, action {position + 1} of {len(actions)}"
-                raise TransferError(f"{where} ({action}): {error}") from error
-        try:
+        with self._named(step, "end of the list"):
             run.finish()
+
+    @contextmanager
+    def _named(self, step: int, place: str) -> Iterator[None]:
+        """Errors say where they happened: a TransferError in its line, others in a note."""
+        where = f"pipeline rank {self.rank}, step {step}, {place}"
+        try:
+            yield
         except TransferError as error:
-            raise TransferError(f"pipeline rank {self.rank}, step {step}, end of the list: {error}") from error
+            raise TransferError(f"{where}: {error}") from error
+        except Exception as error:
+            error.add_note(f"in {where}")
+            raise
 
 
 class _Run:
     """One run of the list, and everything that is under way in it."""
 
-    def __init__(self, executor: Executor, schedule: Schedule, batches, sums: LossSums, weights: LossWeights | None):
+    def __init__(self, executor: Executor, schedule: Schedule, traffic: Traffic, batches, sums, weights):
         self.executor, self.schedule, self.rank = executor, schedule, executor.rank
         self.batches, self.sums, self.weights = batches, sums, weights
-        traffic = messages(schedule)
         self.needs = traffic.needs[self.rank]
         self.transfer = Transfer(executor.channels, self.rank, traffic, self._empty)
         self.chunks: dict[Work, Chunk] = {}  # forward done, backward not

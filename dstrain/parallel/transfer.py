@@ -1,10 +1,10 @@
 """Hidden states and their gradients from pipeline rank to pipeline rank.
 
-Nothing is said about a message but its bytes: both sides know the order of every channel from the schedule, and the shape
-from the micro-batch. A channel is one direction between two ranks and has a communicator of its own. On CUDA a
+A message is its bytes and nothing else: both sides know the order of every channel from the schedule, and the shape from
+the micro-batch. A channel is one direction between two ranks and has a communicator of its own. On CUDA a
 communicator's operations run one after the other on its stream, so a receive that waits can hold up only what comes
-behind it in the same channel, whose order is the sender's: no circle of waits. Receives are posted ahead and waited for
-where the data is needed, on CUDA by the stream alone; sends are never waited for before the end of the step.
+behind it in the same channel, whose order is the sender's: no circle of waits. Receives are posted ahead and waited
+for where the data is needed, on CUDA by the stream alone; a send is waited for only when it is known to be over.
 """
 
 import time
@@ -49,7 +49,8 @@ class Channels:
                 operation = self.send if me == self.members[source] else self.receive
                 self.wait(operation(token, source, target))
             except RuntimeError as error:
-                raise TransferError(f"channel from rank {source} to rank {target} does not open: {one_line(error)}") from error
+                what = f"channel from pipeline rank {source} to {target} does not open within {timeout:g} s"
+                raise TransferError(f"{what}: {one_line(error)}") from error
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> dist.Work:
         return dist.isend(tensor, self.members[target], group=self.groups[source, target])
@@ -68,8 +69,8 @@ class Channels:
 class Transfer:
     """One rank's messages during one run of its list.
 
-    What was sent is kept until it is gone. NCCL tells; gloo tells only who waits, so there the schedule has to: a message
-    that a rank made in its action k proves that everything it needed up to k has arrived.
+    What was sent is kept until it is gone. NCCL tells when; gloo tells only who waits, so there the schedule has to: a
+    message that a rank made in its action k proves that everything it needed up to k has arrived.
     """
 
     def __init__(self, channels: Channels, rank: int, traffic: Traffic, empty: Callable[[Message], torch.Tensor]):
@@ -88,7 +89,7 @@ class Transfer:
         while message not in self.posted:
             first = self.coming[pair].popleft()
             buffer = self.empty(first)
-            self.posted[first] = self.channels.receive(buffer, *pair), buffer
+            self.posted[first] = self._start(self.channels.receive, first, buffer), buffer
 
     def receive(self, message: Message) -> torch.Tensor:
         """The tensor of a message that was posted."""
@@ -100,15 +101,12 @@ class Transfer:
         return buffer
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
-        pair = message.source, message.target
-        due = self.going[pair].popleft()
+        """Start; what is sent must not be written to any more."""
+        due = self.going[message.source, message.target].popleft()
         if message != due:
             raise AssertionError(f"{message} is sent where its channel's order has {due}")
         tensor = tensor.contiguous()
-        try:
-            self.sent[message] = self.channels.send(tensor, *pair), tensor
-        except RuntimeError as error:
-            raise TransferError(f"{message} cannot go: {one_line(error)}") from error
+        self.sent[message] = self._start(self.channels.send, message, tensor), tensor
         self.sent = {m: entry for m, entry in self.sent.items() if not entry[0].is_completed()}
 
     def finish(self) -> None:
@@ -119,6 +117,12 @@ class Transfer:
         left = [*self.posted, *(m for queues in (self.coming, self.going) for queue in queues.values() for m in queue)]
         if left:
             raise AssertionError(f"the list is over, but not these: {', '.join(map(str, left))}")
+
+    def _start(self, operation: Callable, message: Message, tensor: torch.Tensor) -> dist.Work:
+        try:
+            return operation(tensor, message.source, message.target)
+        except RuntimeError as error:
+            raise TransferError(f"{message}: cannot start ({one_line(error)})") from error
 
     def _wait(self, work: dist.Work, message: Message) -> None:
         start = time.monotonic()

@@ -52,7 +52,7 @@ def test_issuing_early_changes_neither_streams_order_nor_any_time(forward, backw
     assert simulate_pair(issued, seconds.get).start == simulate_pair(published, seconds.get).start
 
 
-class OwnClock:
+class HandClock:
     """Moves only when it is told to."""
 
     time = 0.0
@@ -109,7 +109,7 @@ def test_a_pair_of_four_layers_takes_the_published_time(monkeypatch, overlap, fa
     """The blocks' own phases and waits, run for real; only the clock is made. Published order and medians: 130.5 ms."""
     config = tiny_config(first_k_dense_replace=0, num_hidden_layers=4, num_nextn_predict_layers=0)
     units = [unit for unit in list_units(config) if unit.kind == "block"]
-    model, clock = build(config, torch.float64), OwnClock()
+    model, clock = build(config, torch.float64), HandClock()
     batches = make_batches(config, 2)
     sums, weights = LossSums(0, DEVICE), loss_weights(config, batches)
     hidden = [torch.randn(len(b.tokens), b.length, config.hidden_size, dtype=torch.float64) for b in batches]

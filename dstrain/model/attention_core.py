@@ -27,6 +27,17 @@ def attention_core(
     return _BlockedAttention.apply(q, k, v, scale, starts)
 
 
+def attention_core_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, starts: torch.Tensor | None, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v from that of the result, for whoever kept none of them and has computed them again."""
+    if q.is_cuda:  # PyTorch's fused backward needs what its forward keeps
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            return torch.autograd.grad(attention_core(*inputs, scale, starts), inputs, grad)
+    return _blocked_backward(q.contiguous(), k.contiguous(), v.contiguous(), scale, starts, grad)
+
+
 def visible(
     first: int, last: int, keys: int, offset: int, starts: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
@@ -56,24 +67,27 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v = ctx.saved_tensors
-        length, offset = q.shape[2], k.shape[2] - q.shape[2]
-        grad = grad.contiguous()
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grad_q = torch.empty_like(q)
-        grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for first in range(0, length, BLOCK_ROWS):
-            last = min(first + BLOCK_ROWS, length)
-            keys = last + offset
-            probs = _probabilities(q, k, ctx.scale, ctx.starts, first, last)
-            grad_block = grad[:, :, first:last]
-            grad_v[:, :, :keys] += probs.transpose(-1, -2) @ grad_block
-            grad_probs = grad_block @ v[:, :, :keys].transpose(-1, -2)
-            # dS = P ∘ (dP - Σ dP ∘ P), in one pass, FP32 inside
-            grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, q.dtype)
-            grad_q[:, :, first:last] = grad_scores @ k[:, :, :keys]
-            grad_k[:, :, :keys] += grad_scores.transpose(-1, -2) @ q[:, :, first:last]
-        return grad_q.mul_(ctx.scale), grad_k.mul_(ctx.scale).to(k.dtype), grad_v.to(v.dtype), None, None
+        return *_blocked_backward(*ctx.saved_tensors, ctx.scale, ctx.starts, grad), None, None
+
+
+def _blocked_backward(q, k, v, scale, starts, grad):
+    length, offset = q.shape[2], k.shape[2] - q.shape[2]
+    grad = grad.contiguous()
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for first in range(0, length, BLOCK_ROWS):
+        last = min(first + BLOCK_ROWS, length)
+        keys = last + offset
+        probs = _probabilities(q, k, scale, starts, first, last)
+        grad_block = grad[:, :, first:last]
+        grad_v[:, :, :keys] += probs.transpose(-1, -2) @ grad_block
+        grad_probs = grad_block @ v[:, :, :keys].transpose(-1, -2)
+        # dS = P ∘ (dP - Σ dP ∘ P), in one pass, FP32 inside
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, q.dtype)
+        grad_q[:, :, first:last] = grad_scores @ k[:, :, :keys]
+        grad_k[:, :, :keys] += grad_scores.transpose(-1, -2) @ q[:, :, first:last]
+    return grad_q.mul_(scale), grad_k.mul_(scale).to(k.dtype), grad_v.to(v.dtype)
 
 
 def _probabilities(q, k, scale, starts, first, last):

@@ -1,53 +1,61 @@
 """Feed-forward networks: the dense SwiGLU MLP, the routed experts on grouped GEMMs, and a MoE layer's parts."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from dstrain.config.schema import ModelConfig
 from dstrain.model.router import Router
-from dstrain.precision.linear import GroupedLinear, Linear
-from dstrain.precision.pointwise import swiglu
+from dstrain.precision.fp8_gemm import GemmBackend
+from dstrain.precision.linear import GroupedLinear, Linear, grouped_linears, linears, swiglu_again
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)): a dense layer's FFN, and the shared experts as one."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype):
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, fp8: GemmBackend | None = None):
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, dtype)
-        self.up_proj = Linear(hidden_size, intermediate_size, dtype)
-        self.down_proj = Linear(intermediate_size, hidden_size, dtype)
+        self.fp8 = fp8
+        self.gate_proj = Linear(hidden_size, intermediate_size, dtype, fp8)
+        self.up_proj = Linear(hidden_size, intermediate_size, dtype, fp8)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype, fp8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden] -> [..., hidden]."""
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, x: torch.Tensor, again: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+        """x [..., hidden] -> [..., hidden]. again: what computes x once more, where it need not be kept."""
+        gate, up = linears(x, self.gate_proj, self.up_proj, again=again)
+        return self.down_proj(*swiglu_again(gate, up, None, self.fp8))
 
 
 class Experts(nn.Module):
     """The routed experts of a rank, each a SwiGLU MLP, over rows sorted by expert."""
 
-    def __init__(self, experts: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype):
+    def __init__(
+        self, experts: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype, fp8: GemmBackend | None = None
+    ):
         super().__init__()
-        self.gate_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype)
-        self.up_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype)
-        self.down_proj = GroupedLinear(experts, intermediate_size, hidden_size, dtype)
+        self.fp8 = fp8
+        self.gate_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype, fp8)
+        self.up_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype, fp8)
+        self.down_proj = GroupedLinear(experts, intermediate_size, hidden_size, dtype, fp8)
 
     def forward(self, rows: torch.Tensor, row_weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """rows [n, hidden], row_weights [n] in at least FP32, offsets int32 [experts] -> [n, hidden].
 
         The weight multiplies SwiGLU's output, before the down projection.
         """
-        gate, up = self.gate_proj(rows, offsets), self.up_proj(rows, offsets)
-        return self.down_proj(swiglu(gate, up, row_weights), offsets)
+        gate, up = grouped_linears(rows, offsets, self.gate_proj, self.up_proj)
+        swiglu, again = swiglu_again(gate, up, row_weights, self.fp8)
+        return self.down_proj(swiglu, offsets, again)
 
 
 class MoE(nn.Module):
     """The parts of a mixture-of-experts layer; the block calls them in its phases."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, experts: range):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, experts: range, fp8: GemmBackend | None = None):
         """experts: those whose weights are held; the router knows all of them."""
         super().__init__()
         self.gate = Router(config, dtype)
-        self.experts = Experts(len(experts), config.hidden_size, config.moe_intermediate_size, dtype)
+        self.experts = Experts(len(experts), config.hidden_size, config.moe_intermediate_size, dtype, fp8)
         shared = config.n_shared_experts * config.moe_intermediate_size
-        self.shared_experts = MLP(config.hidden_size, shared, dtype) if shared else None
+        self.shared_experts = MLP(config.hidden_size, shared, dtype, fp8) if shared else None

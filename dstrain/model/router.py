@@ -4,6 +4,7 @@ Per token (arXiv 2412.19437 §2.1.2; REFERENCE §1): s = sigmoid or softmax of t
 s + b, limited to the best groups; the mixing weights are the unbiased s of the selected experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +44,13 @@ class Router(nn.Module):
             self.e_score_correction_bias = bias.to(self.e_score_correction_bias.device)
         return self
 
-    def forward(self, x: torch.Tensor, count: bool) -> Routing:
-        """x [B, L, hidden] -> the routing of its B·L tokens. `count` adds them to `load`."""
+    def forward(self, x: torch.Tensor, count: bool, again: Callable[[], torch.Tensor] | None = None) -> Routing:
+        """x [B, L, hidden] -> the routing of its B·L tokens. `count` adds them to `load`.
+
+        again: what computes x [B·L, hidden] once more, where it need not be kept.
+        """
         config = self.config
-        logits = linear(at_least_fp32(x), self.weight)
+        logits = linear(at_least_fp32(x), self.weight, again)
         scores = logits.sigmoid() if config.scoring_func == "sigmoid" else logits.softmax(dim=-1)
         topk_ids = self.select(scores.detach()).flatten(0, 1)
         topk_weights = scores.flatten(0, 1).gather(1, topk_ids)

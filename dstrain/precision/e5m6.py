@@ -14,11 +14,13 @@ import torch.nn.functional as F
 
 from dstrain.precision.fp8_scales import E5M6_MAX, TILE, scale_of
 from dstrain.precision.fp8_tiles import quantize_columns
+from dstrain.precision.pointwise import kernel
 
 _SMALLEST_NORMAL = 2.0**-14
 _REBIAS = (127 - 15) << 6  # FP32's exponent against E5M6's, in units of the code
 
 
+@kernel
 def quantize_e5m6(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, cols] FP32 or BF16 -> packed uint8 [rows, 3 · ⌈cols/2⌉], FP32 scale [rows, ⌈cols/128⌉], powers of two."""
     cols = x.shape[-1]
@@ -27,9 +29,10 @@ def quantize_e5m6(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pack(encode(tiles / scale.unsqueeze(-1)).flatten(-2)[:, :cols]), scale
 
 
+@kernel
 def dequantize_e5m6(packed: torch.Tensor, scale: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
     """-> [rows, cols] in `dtype`; exact in FP32 and BF16."""
-    return (decode(unpack(packed, cols)) * scale.repeat_interleave(TILE, -1)[:, :cols]).to(dtype)
+    return (decode(unpack(packed, cols)) * scale[:, torch.arange(cols, device=scale.device) // TILE]).to(dtype)
 
 
 def e5m6_to_columns(

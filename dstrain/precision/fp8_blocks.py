@@ -10,6 +10,7 @@ definition, which faster kernels are compared with.
 import torch
 
 from dstrain.precision.fp8_scales import E4M3_MAX, FP8, TILE, scale_of, to_e4m3
+from dstrain.precision.pointwise import kernel
 
 BLOCK = TILE
 
@@ -19,6 +20,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
+@kernel
 def quantize_blocks(weight: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [..., rows, columns], any float type -> (E4M3 of the same shape, FP32 scale_inv).
 
@@ -34,6 +36,11 @@ def dequantize_blocks(quantized: torch.Tensor, scale_inv: torch.Tensor, dtype: t
     """E4M3 [..., rows, columns], scales of `scale_shape` -> the weight in `dtype`; the product is FP32, rounded once."""
     if tuple(scale_inv.shape) != scale_shape(quantized.shape):
         raise ValueError(f"scales {list(scale_inv.shape)} do not belong to a weight {list(quantized.shape)}")
+    return block_values(quantized, scale_inv, dtype)
+
+
+@kernel
+def block_values(quantized, scale_inv, dtype):
     blocks = _blocks(quantized.float()) * scale_inv.float()[..., :, None, :, None]
     return _weight(blocks.to(dtype), quantized.shape)
 

@@ -25,7 +25,7 @@ class Scaled(NamedTuple):
     """An operand: E4M3 codes and FP32 scales, each code's value is code · its tile's scale."""
 
     codes: torch.Tensor
-    scale: torch.Tensor
+    scale: torch.Tensor | None  # None: a backend's own kept weight, whose values are in `codes`
 
 
 class GemmBackend:
@@ -100,6 +100,10 @@ class GemmBackend:
         """weight [..., out, in] -> W and Wᵀ in 128x128 blocks, as Fprop and Dgrad take them; kept for a whole step."""
         codes, scale = fp8_blocks.quantize_blocks(weight, self.power_of_two)
         return Scaled(codes, scale), Scaled(codes.mT.contiguous(), scale.mT.contiguous())
+
+    def dequantize_weight(self, weight: Scaled, dtype: torch.dtype) -> torch.Tensor:
+        """The first that `quantize_weight` gives -> [..., out, in] in `dtype`."""
+        return fp8_blocks.dequantize_blocks(*weight, dtype)
 
 
 # Backends by name: module and class. A module is imported only when it is chosen, so a missing package stops nobody else.

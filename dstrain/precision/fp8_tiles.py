@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from dstrain.precision.fp8_scales import TILE, scale_of, to_e4m3
+from dstrain.precision.pointwise import kernel
 
 
+@kernel
 def quantize_rows(x: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, cols] FP32 or BF16 -> E4M3 [rows, cols], FP32 scale [rows, ⌈cols/128⌉]."""
     cols = x.shape[-1]
@@ -27,9 +29,11 @@ def quantize_rows(x: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Ten
     return to_e4m3(tiles, scale.unsqueeze(-1)).flatten(-2)[:, :cols].contiguous(), scale
 
 
+@kernel
 def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """codes [rows, cols], scale [rows, ⌈cols/128⌉] -> [rows, cols] in `dtype`; an FP32 product, rounded once."""
-    return (codes.float() * scale.repeat_interleave(TILE, -1)[:, : codes.shape[-1]]).to(dtype)
+    tile = torch.arange(codes.shape[-1], device=codes.device) // TILE
+    return (codes.float() * scale[:, tile]).to(dtype)
 
 
 def quantize_columns(
@@ -37,19 +41,32 @@ def quantize_columns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, cols] FP32 or BF16, offsets int32 [experts] the ends of their rows -> E4M3 [cols, rows], FP32 scale
     [cols, tiles], both contiguous; tiles as `column_tiles` counts them."""
-    rows, wide = x.shape[0], x.float()
-    places = tile_of_row(rows, offsets, x.device)
-    amax = wide.new_zeros(column_tiles(rows, offsets), x.shape[1])
-    amax.scatter_reduce_(0, places.unsqueeze(-1).expand_as(wide), wide.abs(), "amax")
-    scale = scale_of(amax, power_of_two)
-    return to_e4m3(wide, scale[places]).t().contiguous(), scale.t().contiguous()
+    codes, scale = column_codes(x, *tile_bounds(x.shape[0], offsets, x.device), power_of_two)
+    return codes.t().contiguous(), scale.t().contiguous()
+
+
+@kernel
+def column_codes(x, first, end, tile_of_row, power_of_two):
+    """128x1 tiles in the layout of x: -> E4M3 [rows, cols], FP32 scale [tiles, cols]. For the rest see `tile_bounds`."""
+    row = first.unsqueeze(-1) + torch.arange(TILE, device=x.device)  # [tiles, 128]
+    inside = row < end.unsqueeze(-1)
+    tiles = torch.where(inside.unsqueeze(-1), x[torch.where(inside, row, 0)].float().abs(), 0.0)
+    scale = scale_of(tiles.amax(1), power_of_two)
+    return to_e4m3(x.float(), scale[tile_of_row]), scale
+
+
+@kernel
+def column_values(codes, scale, tile_of_row, dtype):
+    """The inverse of `column_codes`, in `dtype`."""
+    return (codes.float() * scale[tile_of_row]).to(dtype)
 
 
 def dequantize_columns(
     codes: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """codes [cols, rows], scale [cols, tiles] -> [cols, rows] in `dtype`; an FP32 product, rounded once."""
-    return (codes.float() * scale[:, tile_of_row(codes.shape[1], offsets, codes.device)]).to(dtype)
+    _, _, tile_of_row = tile_bounds(codes.shape[1], offsets, codes.device)
+    return column_values(codes.t(), scale.t(), tile_of_row, dtype).t()
 
 
 def requantize_columns(
@@ -67,12 +84,21 @@ def column_tiles(rows: int, offsets: torch.Tensor | None) -> int:
     return -(-rows // TILE) if offsets is None else rows // TILE + len(offsets)
 
 
-def tile_of_row(rows: int, offsets: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """int64 [rows]: the tile of each row."""
-    row = torch.arange(rows, device=device)
+def tile_bounds(
+    rows: int, offsets: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first row and the end of each tile, int64 [tiles] (empty: first >= end), and the tile of each row, int64 [rows].
+
+    Rows behind the last offset belong to nobody; they are given the last expert's last tile or the one after it.
+    """
+    row, tile = torch.arange(rows, device=device), torch.arange(column_tiles(rows, offsets), device=device)
     if offsets is None:
-        return row // TILE
+        return tile * TILE, (tile * TILE + TILE).clamp_max(rows), row // TILE
     ends = offsets.long()
-    expert = torch.searchsorted(ends, row, right=True).clamp_max(len(ends) - 1)
-    first = F.pad(ends, (1, 0))[expert]  # the first row of the row's expert
-    return first // TILE + expert + (row - first) // TILE
+    starts = F.pad(ends[:-1], (1, 0))
+    base = starts // TILE + torch.arange(len(ends), device=device)  # the first tile of each expert
+    expert = torch.searchsorted(base, tile, right=True) - 1
+    first = starts[expert] + (tile - base[expert]) * TILE
+    expert_of_row = torch.searchsorted(ends, row, right=True).clamp_max(len(ends) - 1)
+    tile_of_row = base[expert_of_row] + (row - starts[expert_of_row]) // TILE
+    return first, torch.minimum(first + TILE, ends[expert]), tile_of_row.clamp_max(len(tile) - 1)

@@ -44,7 +44,7 @@ def grouped_wgrad(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, ma
     if _takes_grouped_mm(grad, x):
         main_grad.add_(F.grouped_mm(grad.t(), x, offs=offsets))
     else:
-        for expert, rows in _groups(offsets):
+        for expert, rows in groups(offsets):
             wgrad(grad[rows], x[rows], main_grad[expert])
 
 
@@ -53,7 +53,7 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) ->
     if _takes_grouped_mm(x, weight):
         return F.grouped_mm(x, weight, offs=offsets)
     out = x.new_empty(x.shape[0], weight.shape[-1])
-    for expert, rows in _groups(offsets):
+    for expert, rows in groups(offsets):
         torch.mm(x[rows], weight[expert], out=out[rows])
     return out
 
@@ -64,7 +64,7 @@ def _takes_grouped_mm(x: torch.Tensor, other: torch.Tensor) -> bool:
     return x.dtype != torch.float64 and len(x) > 0 and not any(n * x.itemsize % 16 for n in lengths)
 
 
-def _groups(offsets: torch.Tensor):
+def groups(offsets: torch.Tensor):
     """(expert, slice of its rows) for every expert that has rows."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):

@@ -1,43 +1,96 @@
 """Linear, grouped Linear and embedding: the only places where a weight meets a matrix product.
 
 Their backward is split: the gradient of the input is returned, the gradient of the weight goes to `main_grad`
-through `now_or_deferred`, so that a schedule can move it. Autograd never sees a weight gradient.
+through `now_or_deferred`, so that a schedule can move it. Autograd never sees a weight gradient. With a backend for
+FP8 their products are those of `fp8_linear`; weights are of the compute type all the same.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from dstrain.precision import gemm
+from dstrain.precision.fp8_gemm import GemmBackend
+from dstrain.precision.fp8_linear import fp8_linear, fp8_swiglu, kept_weight
 from dstrain.precision.main_grad import now_or_deferred
+from dstrain.precision.pointwise import swiglu
 
 
 class Linear(nn.Module):
     """y = x Wᵀ; weight [out_features, in_features], no bias."""
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype):
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, fp8: GemmBackend | None = None):
         super().__init__()
+        self.fp8 = fp8
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] of the weight's type -> [..., out_features]."""
+    def forward(self, x: torch.Tensor, again: Callable[[], torch.Tensor] | None = None, e5m6: bool = False) -> torch.Tensor:
+        """x [..., in_features] of the weight's type -> [..., out_features].
+
+        again, e5m6: how FP8 keeps x for backward, see `fp8_linear`; other formats keep x itself.
+        """
+        if self.fp8 is not None:
+            return fp8_linear(x, [self.weight], self.fp8, again=again, e5m6=e5m6)[0]
         return linear(x, self.weight)
 
+    def dense_weight(self) -> torch.Tensor:
+        """The weight as the products see it, in the compute type; not for training."""
+        if self.fp8 is None:
+            return self.weight
+        return self.fp8.dequantize_weight(kept_weight(self.weight, self.fp8)[0], self.weight.dtype)
 
-def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    """x [..., in], weight [out, in] with a main_grad if gradients are wanted -> [..., out]."""
-    return _Linear.apply(x, weight)
+
+def linear(
+    x: torch.Tensor, weight: nn.Parameter, again: Callable[[], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """x [..., in], weight [out, in] with a main_grad if gradients are wanted -> [..., out].
+
+    again: computes x [rows, in] once more in backward, in any type that holds it exactly, so that x need not be kept.
+    """
+    return _Linear.apply(x, weight, again)
+
+
+def linears(
+    x: torch.Tensor, *layers: Linear, again: Callable[[], torch.Tensor] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """One input through several Linears; FP8 quantises and keeps it once."""
+    if layers[0].fp8 is not None:
+        return fp8_linear(x, [layer.weight for layer in layers], layers[0].fp8, again=again)
+    return tuple(layer(x) for layer in layers)
 
 
 class GroupedLinear(nn.Module):
     """One Linear an expert; weight [experts, out_features, in_features]."""
 
-    def __init__(self, experts: int, in_features: int, out_features: int, dtype: torch.dtype):
+    def __init__(
+        self, experts: int, in_features: int, out_features: int, dtype: torch.dtype, fp8: GemmBackend | None = None
+    ):
         super().__init__()
+        self.fp8 = fp8
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, dtype=dtype))
 
-    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, rows: torch.Tensor, offsets: torch.Tensor, again: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """rows [n, in_features] sorted by expert, offsets int32 [experts] their ends -> [n, out_features]."""
+        if self.fp8 is not None:
+            return fp8_linear(rows, [self.weight], self.fp8, offsets, again)[0]
         return _GroupedLinear.apply(rows, self.weight, offsets)
+
+
+def grouped_linears(rows: torch.Tensor, offsets: torch.Tensor, *layers: GroupedLinear) -> tuple[torch.Tensor, ...]:
+    """The same rows through several grouped Linears; FP8 quantises and keeps them once."""
+    if layers[0].fp8 is not None:
+        return fp8_linear(rows, [layer.weight for layer in layers], layers[0].fp8, offsets)
+    return tuple(layer(rows, offsets) for layer in layers)
+
+
+def swiglu_again(
+    gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor | None, fp8: GemmBackend | None
+) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
+    """`pointwise.swiglu`, and the `again` for the Linear that takes its output."""
+    return (swiglu(gate, up, weight), None) if fp8 is None else fp8_swiglu(gate, up, weight, fp8)
 
 
 class Embedding(nn.Module):
@@ -54,21 +107,21 @@ class Embedding(nn.Module):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, again):
         x_2d = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(x_2d)
-        ctx.weight = weight
+        ctx.save_for_backward(x_2d if again is None else None)
+        ctx.weight, ctx.again = weight, again
         return gemm.fprop(x_2d, weight).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        (x,), weight, again = ctx.saved_tensors, ctx.weight, ctx.again
         grad_2d = grad.reshape(-1, grad.shape[-1])
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = gemm.dgrad(grad_2d, weight).view(*grad.shape[:-1], weight.shape[1])
-        now_or_deferred(lambda: gemm.wgrad(grad_2d, x, weight.main_grad))
-        return grad_x, None
+        now_or_deferred(lambda: gemm.wgrad(grad_2d, x if again is None else again().to(grad.dtype), weight.main_grad))
+        return grad_x, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -5,11 +5,12 @@ Each is a pair of plain functions, forward and backward, that PyTorch may run op
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from dstrain.precision.policy import at_least_fp32
+from dstrain.precision.widen import at_least_fp32
 
 _kernels = {}
 
@@ -19,8 +20,8 @@ def kernel(function):
     _kernels[function.__name__] = function
 
     @functools.wraps(function)
-    def call(*args):
-        return _kernels[function.__name__](*args)
+    def call(*args, **named):
+        return _kernels[function.__name__](*args, **named)
 
     return call
 
@@ -47,6 +48,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and type."""
         return _RMSNorm.apply(x, self.weight, self.eps)
+
+    def again(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A function that computes forward(x) once more, [rows, size] without autograd, and holds x alone."""
+        x, weight = x.detach().reshape(-1, x.shape[-1]), self.weight.detach()
+        return lambda: rms_norm_forward(x, weight, self.eps)[0]
 
 
 @kernel

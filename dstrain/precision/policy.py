@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from dstrain.config.errors import InputError
+from dstrain.precision.widen import at_least_fp32
+
+__all__ = ["PRECISIONS", "Precision", "at_least_fp32", "has_bf16", "resolve_precision"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,3 @@ def has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
-    """`x` in FP32, or as it is when wider: what the paper computes in FP32 stays FP64 under precision=fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -102,7 +102,9 @@ class BatchConfig:
 
 @dataclass
 class PrecisionConfig:
-    name: str = "auto"  # auto | fp32 | bf16 | fp64
+    name: str = "auto"  # auto | fp32 | bf16 | fp8 | fp64; auto is never fp8
+    backend: str = "auto"  # of fp8: auto | emulated | triton | torch | transformer_engine | deepgemm
+    scales: str = "power_of_two"  # of fp8: power_of_two (rounded up, as DeepSeek-V3.1) | fp32 (as DeepSeek-V3)
 
 
 @dataclass
@@ -213,7 +215,7 @@ class GenerateConfig:
     top_k: int | None = None  # null: all
     seed: int = 0
     echo: bool = False  # print the prompt before the continuation
-    precision: str = "auto"  # auto | fp32 | bf16 | fp64
+    precision: str = "auto"  # auto | fp32 | bf16 | fp8 | fp64
     device: str = "auto"  # auto | cpu | cuda
 
 

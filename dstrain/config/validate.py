@@ -14,6 +14,7 @@ from dstrain.config.schema import (
     OptimConfig,
     ParallelConfig,
     PlanConfig,
+    PrecisionConfig,
     RunConfig,
     ScheduleConfig,
     Segment,
@@ -21,7 +22,9 @@ from dstrain.config.schema import (
     YarnConfig,
 )
 
-PRECISIONS = ("auto", "fp32", "bf16", "fp64")
+PRECISIONS = ("auto", "fp32", "bf16", "fp8", "fp64")
+FP8_BACKENDS = ("auto", "emulated", "triton", "torch", "transformer_engine", "deepgemm")
+FP8_SCALES = ("power_of_two", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULES = ("1f1b", "zb1p", "dualpipe", "dualpipev")
 SHAPES = ("constant", "linear", "cosine")
@@ -56,7 +59,7 @@ def validate(
     _model(config.model)
     _data(config.data, config.model, trains_tokenizer=config.checkpoint.initial is None)
     _batch(config.batch)
-    _one_of("precision.name", config.precision.name, PRECISIONS)
+    _precision(config.precision)
     _parallel(config.parallel, config.model)
     _optim(config.optim)
     _schedule(config.schedule)
@@ -70,6 +73,17 @@ def validate(
     if config.telemetry.peak_tflops is not None:
         _positive("telemetry.peak_tflops", config.telemetry.peak_tflops)
     return config
+
+
+def _precision(precision: PrecisionConfig) -> None:
+    _one_of("precision.name", precision.name, PRECISIONS)
+    _one_of("precision.backend", precision.backend, FP8_BACKENDS)
+    _one_of("precision.scales", precision.scales, FP8_SCALES)
+    if precision.name != "fp8" and (precision.backend, precision.scales) != ("auto", "power_of_two"):
+        raise InputError(
+            f"precision.backend={precision.backend} and precision.scales={precision.scales} need precision.name=fp8, "
+            f"not {precision.name}"
+        )
 
 
 def resolve_until(until: float | str, tokens: float) -> float:
@@ -294,7 +308,7 @@ def _export(config: ExportConfig) -> None:
     _given("checkpoint", config.checkpoint, "a run folder or a checkpoint folder, as in checkpoint=runs/tiny")
     _given("out", config.out, "the folder to write")
     _one_of("dtype", config.dtype, ("bf16", "fp32", "fp8"))
-    _one_of("fp8_scales", config.fp8_scales, ("power_of_two", "fp32"))
+    _one_of("fp8_scales", config.fp8_scales, FP8_SCALES)
     parse_size("shard_size", config.shard_size)
 
 

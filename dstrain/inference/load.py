@@ -29,7 +29,8 @@ def load_model(where: str, precision: str, device: torch.device, report: Callabl
     path = find_checkpoint(where, report)
     config = load_train_config(CheckpointStore.file(path, "config.yaml").decode())
     tokenizer = Tokenizer(CheckpointStore.file(path, "tokenizer.json").decode(), f"{path}: tokenizer.json")
+    chosen = resolve_precision(precision, device)
     with device:
-        model = Model(config.model, resolve_precision(precision, device).compute)
+        model = Model(config.model, chosen.compute, fp8=chosen.fp8)
     load_converted(path, model.state_dict(), prefixes=("model.", "lm_head."))
     return Loaded(model.requires_grad_(False), tokenizer, config, path)

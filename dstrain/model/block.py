@@ -11,6 +11,7 @@ combine, combine backward is a dispatch. A communication phase only starts; the 
 Whoever calls decides what runs in between.
 """
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from dstrain.model.attention import Attention, AttentionContext, LatentCache
 from dstrain.model.experts import MLP, MoE
 from dstrain.model.graph import Graph
 from dstrain.model.router import Routing
+from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.pointwise import RMSNorm
 
 
@@ -65,25 +67,30 @@ class Dispatcher(Protocol):
 class Block(nn.Module):
     """Pre-norm attention and FFN; dense or mixture of experts."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, experts: range):
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, experts: range, fp8: GemmBackend | None = None):
         """layer: its number in the whole model. experts: those whose weights are held."""
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.fp8 = config, layer, fp8
         self.is_moe = layer >= config.first_k_dense_replace
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, dtype)
+        self.self_attn = Attention(config, dtype, fp8)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if self.is_moe:
-            self.mlp = MoE(config, dtype, experts)
+            self.mlp = MoE(config, dtype, experts, fp8)
         else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype, fp8)
 
     def attend(
         self, hidden: torch.Tensor, context: AttentionContext, cache: LatentCache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [B, L, hidden] -> residual and the FFN's normalised input, both [B, L, hidden]."""
-        residual = hidden + self.self_attn(self.input_layernorm(hidden), context, cache)
-        return residual, self.post_attention_layernorm(residual)
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor] | None]:
+        """hidden [B, L, hidden] -> residual and the FFN's normalised input x, both [B, L, hidden].
+
+        Last, in FP8, what computes x [B·L, hidden] once more: nobody keeps the output of a norm.
+        """
+        again = self.input_layernorm.again(hidden) if self.fp8 is not None else None
+        residual = hidden + self.self_attn(self.input_layernorm(hidden), context, cache, again)
+        again = self.post_attention_layernorm.again(residual) if self.fp8 is not None else None
+        return residual, self.post_attention_layernorm(residual), again
 
 
 class BlockPass:
@@ -118,10 +125,10 @@ class BlockPass:
         return balance_loss
 
     def _attention(self, hidden):
-        residual, x = self.block.attend(hidden, self.context, self.cache)
+        residual, x, self.x_again = self.block.attend(hidden, self.context, self.cache)
         if not self.block.is_moe:
             return residual, x, None, x.new_zeros((), dtype=torch.float32)
-        routing: Routing = self.block.mlp.gate(x, self.count)
+        routing: Routing = self.block.mlp.gate(x, self.count, self.x_again)
         self.topk_ids = routing.topk_ids
         return residual, x, routing.topk_weights, routing.balance_loss
 
@@ -136,12 +143,12 @@ class BlockPass:
             rows, row_weights = self._wait()
             self.rows, self.ffn = self.experts_graph.run(self._experts, rows, row_weights, self.x)
         else:
-            (self.ffn,) = self.experts_graph.run(lambda x: (self.block.mlp(x),), self.x)
-        self.x = self.topk_weights = None
+            (self.ffn,) = self.experts_graph.run(lambda x: (self.block.mlp(x, self.x_again),), self.x)
+        self.x = self.x_again = self.topk_weights = None
 
     def _experts(self, rows, row_weights, x):
         mlp = self.block.mlp
-        shared = mlp.shared_experts(x) if mlp.shared_experts is not None else None
+        shared = mlp.shared_experts(x, self.x_again) if mlp.shared_experts is not None else None
         return mlp.experts(rows, row_weights, self.route.offsets), shared
 
     def combine(self) -> None:

@@ -12,6 +12,7 @@ from dstrain.model.block import Block
 from dstrain.model.mtp import MTPModule
 from dstrain.model.router import Router
 from dstrain.model.share import Share
+from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.linear import Embedding, Linear
 from dstrain.precision.pointwise import RMSNorm
 
@@ -19,7 +20,7 @@ from dstrain.precision.pointwise import RMSNorm
 class Body(nn.Module):
     """Embedding, blocks (MTP blocks last) and the final norm."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, share: Share):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, share: Share, fp8: GemmBackend | None):
         super().__init__()
         if share.embedding:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
@@ -27,7 +28,7 @@ class Body(nn.Module):
         self.layers = nn.ModuleDict()
         for layer in sorted(share.layers):
             kind = Block if layer < config.num_hidden_layers else MTPModule
-            self.layers[str(layer)] = kind(config, layer, dtype, share.experts)
+            self.layers[str(layer)] = kind(config, layer, dtype, share.experts, fp8)
         if 0 in share.norms:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
@@ -35,12 +36,15 @@ class Body(nn.Module):
 class Model(nn.Module):
     """A DeepSeek-V3-style model. Matrices are of `dtype`; norms, the gate and the routing bias at least FP32."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, share: Share | None = None):
-        """share: what to hold; None: all."""
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, share: Share | None = None, fp8: GemmBackend | None = None
+    ):
+        """share: what to hold; None: all. fp8: what multiplies in every Linear of attention and FFN, experts included, but
+        not in embedding, gate, eh_proj and head; None: they are of `dtype`."""
         super().__init__()
         self.config, self.dtype = config, dtype
         self.share = share or Share.whole(config)
-        self.model = Body(config, dtype, self.share)
+        self.model = Body(config, dtype, self.share, fp8)
         if self.share.head:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
 

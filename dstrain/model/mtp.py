@@ -11,6 +11,7 @@ from torch import nn
 
 from dstrain.config.schema import ModelConfig
 from dstrain.model.block import Block
+from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.linear import Linear
 from dstrain.precision.pointwise import RMSNorm
 
@@ -26,8 +27,8 @@ class SharedHead(nn.Module):
 class MTPModule(Block):
     """A block behind the projection of [embedding ; state], and in front of a norm."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, experts: range):
-        super().__init__(config, layer, dtype, experts)
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, experts: range, fp8: GemmBackend | None = None):
+        super().__init__(config, layer, dtype, experts, fp8)
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, dtype)

@@ -43,7 +43,7 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     if config.run.compile:
         check_compiler(device)
         compile_kernels()
-    precision = resolve_precision(config.precision.name, device)
+    precision = resolve_precision(config.precision.name, device, config.precision.backend, config.precision.scales)
     counts = count_parameters(config.model)
     check_memory(config, counts, precision, device)
     source = initial_checkpoint(config, console)
@@ -165,7 +165,8 @@ def checkpoint_bytes(config: TrainConfig, counts: Counts, precision: Precision) 
 
 def check_memory(config: TrainConfig, counts: Counts, precision: Precision, device: torch.device) -> None:
     """InputError when weights, gradients and optimizer alone exceed the device's memory."""
-    need = sum(state_bytes(config, counts, precision))
+    quantized = 0 if precision.fp8 is None else 2 * counts.total  # a weight in E4M3 and its transpose
+    need = sum(state_bytes(config, counts, precision)) + quantized
     if device.type == "cuda":
         have = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -210,13 +211,14 @@ def resume(
 
 def report_start(console, config, counts, precision, device, corpus, folder) -> None:
     has = "" if precision.name == "bf16" else "no "
+    fp8 = f", backend {precision.fp8.name}, scales {config.precision.scales}" if precision.fp8 is not None else ""
     asked = f" (auto: {device.type} has {has}BF16 instructions)" if config.precision.name == "auto" else ""
     depth = config.model.num_nextn_predict_layers
     mtp = f", MTP depth {depth} adds {counts.total - counts.main:,}" if depth else ""
     end = f"{config.schedule.tokens:,.0f} tokens" if config.run.steps is None else f"step {config.run.steps}"
     console.say(
         f"model {config.model.name}: {counts.main:,} parameters, {counts.activated:,} activated per token{mtp}\n"
-        f"precision {precision.name}{asked}, device {device.type}, {torch.get_num_threads()} threads\n"
+        f"precision {precision.name}{asked}{fp8}, device {device.type}, {torch.get_num_threads()} threads\n"
         f"data {corpus.name}: {corpus.train_tokens:,} training tokens, {corpus.heldout_tokens:,} held out\n"
         f"batch {config.batch.sequences} x {config.data.sequence_length} tokens "
         f"in micro-batches of {config.batch.micro_sequences}\n"

@@ -37,7 +37,7 @@ class RunState:
 def build_state(config: TrainConfig, precision: Precision, device: torch.device) -> tuple[Model, AdamW]:
     """The model on `device` with its gradients, and its optimizer. Weights are not set yet: `initialise` or `restore`."""
     with device:
-        model = Model(config.model, precision.compute)
+        model = Model(config.model, precision.compute, fp8=precision.fp8)
     attach_main_grads(model, precision.main)
     return model, AdamW(model, config.optim, precision)
 

@@ -349,6 +349,6 @@ def test_differences_name_key_old_and_new():
 def test_groups_and_their_defaults_are_those_of_the_folder():
     assert sorted(groups()) == ["checkpoint", "data", "model", "optim", "parallel", "precision", "recipe", "schedule",
                                 "telemetry"]
-    assert groups()["precision"] == ["auto", "bf16", "fp32", "fp64"]
+    assert groups()["precision"] == ["auto", "bf16", "fp32", "fp64", "fp8"]
     choices = default_choices("train")
     assert choices["model"] == "tiny" and "recipe" not in choices and default_choices("generate") == {}

@@ -136,7 +136,7 @@ def work(pipe, spec: dict, options: dict, precision: str) -> None:
         return
     gflop = flops_per_token(config.model, sequence) * batch * sequence / 1e9
     pipe.send({"setting": setting, "tokens": batch * sequence, "gflop": gflop})
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     a = torch.ones(1024, 1024, dtype=dtype)
     while pipe.recv() == "step":
         begin = time.perf_counter()
@@ -155,13 +155,13 @@ def ours(config, tokens, precision: str, compiled: bool):
 
     from dstrain.parallel.dispatch import LocalDispatcher, row_alignment
     from dstrain.precision.pointwise import compile_kernels
-    from dstrain.precision.policy import PRECISIONS
+    from dstrain.precision.policy import resolve_precision
     from dstrain.train.state import RunState, build_state, initialise
     from dstrain.train.step import Stepper
 
     if compiled:
         compile_kernels()
-    chosen = PRECISIONS[precision]
+    chosen = resolve_precision(precision, torch.device("cpu"))
     model, optimizer = build_state(config, chosen, torch.device("cpu"))
     initialise(model, optimizer, seed=0)
     stream = type("Stream", (), {"batch": lambda self, first, count: (tokens, torch.zeros_like(tokens))})()

@@ -6,7 +6,8 @@
 No floor (arXiv 2412.19437 works on gradients near 1e-10): an amax of 0 has scale 1; any other amax keeps its own scale
 down to 2^-126, FP32's smallest normal number, so multiplying a tensor by a power of two multiplies its scales and leaves
 its codes alone. A NaN or an infinity in a tile makes the scale NaN: the whole tile dequantises to NaN, which the
-trainer's guard sees, and never to a clipped number.
+trainer's guard sees, and never to a clipped number. (A number from 248 · 2^120, 3.3e38, on is rounded up to 2^128, FP32's
+infinity, and is seen likewise.)
 """
 
 import torch

@@ -16,7 +16,7 @@ Scales: see `fp8_scales`. This is the plain PyTorch definition, which faster ker
 import torch
 import torch.nn.functional as F
 
-from dstrain.precision.fp8_scales import TILE, scale_of, to_e4m3
+from dstrain.precision.fp8_scales import FP8, TILE, scale_of, to_e4m3
 from dstrain.precision.pointwise import kernel
 
 
@@ -41,13 +41,21 @@ def quantize_columns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, cols] FP32 or BF16, offsets int32 [experts] the ends of their rows -> E4M3 [cols, rows], FP32 scale
     [cols, tiles], both contiguous; tiles as `column_tiles` counts them."""
-    codes, scale = column_codes(x, *tile_bounds(x.shape[0], offsets, x.device), power_of_two)
+    codes, scale = column_codes(x, offsets, power_of_two)
     return codes.t().contiguous(), scale.t().contiguous()
 
 
+def column_codes(
+    x: torch.Tensor, offsets: torch.Tensor | None, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_columns` in the layout of x: -> E4M3 [rows, cols], FP32 scale [tiles, cols]."""
+    if len(x) == 0:
+        return x.to(FP8), x.new_ones(column_tiles(0, offsets), x.shape[1], dtype=torch.float32)
+    return _column_codes(x, *tile_bounds(len(x), offsets, x.device), power_of_two)
+
+
 @kernel
-def column_codes(x, first, end, tile_of_row, power_of_two):
-    """128x1 tiles in the layout of x: -> E4M3 [rows, cols], FP32 scale [tiles, cols]. For the rest see `tile_bounds`."""
+def _column_codes(x, first, end, tile_of_row, power_of_two):
     row = first.unsqueeze(-1) + torch.arange(TILE, device=x.device)  # [tiles, 128]
     inside = row < end.unsqueeze(-1)
     tiles = torch.where(inside.unsqueeze(-1), x[torch.where(inside, row, 0)].float().abs(), 0.0)
@@ -57,7 +65,7 @@ def column_codes(x, first, end, tile_of_row, power_of_two):
 
 @kernel
 def column_values(codes, scale, tile_of_row, dtype):
-    """The inverse of `column_codes`, in `dtype`."""
+    """codes [rows, cols], scale [tiles, cols] -> [rows, cols] in `dtype`."""
     return (codes.float() * scale[tile_of_row]).to(dtype)
 
 

@@ -90,7 +90,7 @@ def kept(fp8, monkeypatch):
     # an FP8 product's operand is never made here; the BF16 one has no shape function for the CPU
     monkeypatch.setattr(gemm, "_grouped_mm", lambda x, weight, offsets: torch.empty(x.shape[0], weight.shape[-1], dtype=x.dtype))
     with FakeTensorMode():
-        block = Block(config, layer=3, dtype=torch.bfloat16, fp8=fp8)
+        block = Block(config, 3, torch.bfloat16, range(config.n_routed_experts), fp8)
         context = AttentionContext(Rotary(config, torch.arange(LENGTH), torch.bfloat16))
         before = [*block.parameters(), *block.buffers(), context.rotary.cos, context.rotary.sin]
         if fp8 is not None:  # quantised weights serve every micro-batch of a step
@@ -103,7 +103,8 @@ def kept(fp8, monkeypatch):
             phases.attention(hidden)
             phases.dispatch()
             phases.experts()
-            out = phases.combine()
+            phases.combine()
+            out = phases.output()
         del hidden
         gc.collect()
         result = StorageWeakRef(out.untyped_storage())

@@ -37,7 +37,7 @@ def same_runs(a, b, step):
     assert [row["step"] for row in rows[0]] == list(range(1, step + 1))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "fp64"])
 def test_ten_steps_restart_ten_steps_equal_twenty(tmp_path, precision):
     common = [f"precision={precision}", "optim.moments=bf16"]
     whole = make_config(tmp_path, *common, "run.name=whole", "run.steps=20")

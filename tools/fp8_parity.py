@@ -1,0 +1,168 @@
+"""Loss parity of FP8 and BF16: the same model, seed and data in four runs, and the gaps between their losses.
+
+    python tools/fp8_parity.py                          # every run that is missing or unfinished, then the table
+    python tools/fp8_parity.py runs=fp8 threads=1       # one run; others may be started apart, at the same time or later
+    python tools/fp8_parity.py runs=none                # the table of what is there
+    python tools/fp8_parity.py steps=30 last=10 dir=runs/parity-try
+
+    bf16        the reference
+    bf16_micro  differs from it only in the micro-batch size, so only in rounding: what the experiment can resolve
+    fp8         emulated, power-of-two scales
+    control     fp8 with one bit of E4M3's mantissa taken away: what the experiment must be able to see
+
+gap = |mean of a run's loss_main - mean of bf16's| / mean of bf16's, over the last steps. Each is an ordinary
+`dstrain train` run in the folder and continues where it stopped. Writes table and curve beside the runs, or to out=.
+"""
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+DEFAULTS = {
+    "runs": "bf16,bf16_micro,fp8,control", "dir": "runs/fp8_parity", "model": "small", "steps": "1500", "last": "300",
+    "sequence": "128", "batch": "4", "threads": "2", "compile": "true", "out": "",
+}
+RUNS = {
+    "bf16": ["precision=bf16"],
+    "bf16_micro": ["precision=bf16"],
+    "fp8": ["precision=fp8"],
+    "control": ["precision=fp8"],
+}
+LIMITS = {"bf16_micro": ("at most", 0.1), "fp8": ("at most", 0.25), "control": ("above", 0.25)}  # percent
+COLOURS = {"bf16": "#1b6ca8", "bf16_micro": "#7fb7de", "fp8": "#d1495b", "control": "#8d8d8d"}
+
+
+def main() -> None:
+    options = DEFAULTS | dict(argument.split("=", 1) for argument in sys.argv[1:])
+    if unknown := set(options) - set(DEFAULTS):
+        sys.exit(f"unknown option {unknown.pop()!r}; valid: {', '.join(DEFAULTS)}")
+    wanted = [name for name in options["runs"].split(",") if name != "none"]
+    if unknown := set(wanted) - set(RUNS):
+        sys.exit(f"unknown run {unknown.pop()!r}; valid: {', '.join(RUNS)} or none")
+    context = multiprocessing.get_context("spawn")
+    for name in wanted:  # each in a process of its own: the control changes the number format there
+        process = context.Process(target=train, args=(name, options))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{name}: ended with {process.exitcode}")
+    losses = {name: found for name in RUNS if (found := read_losses(name, options))}
+    summary = compare(losses, options)
+    text = table(losses, summary, options)
+    print(text)
+    base = Path(options["out"] or Path(options["dir"]) / "parity")
+    base.with_suffix(".md").write_text(text + "\n")
+    base.with_suffix(".svg").write_text(curve(losses))
+    print(json.dumps(summary))
+
+
+def overrides(name: str, options: dict) -> list[str]:
+    """The `dstrain train` command line of a run."""
+    steps, sequence, batch = (int(options[key]) for key in ("steps", "sequence", "batch"))
+    micro = batch // 2 if name == "bf16_micro" else batch
+    return [
+        *RUNS[name], f"model={options['model']}", f"run.name={name}", f"run.dir={options['dir']}", f"run.steps={steps}",
+        f"run.threads={options['threads']}", f"run.compile={options['compile']}", f"data.sequence_length={sequence}",
+        f"batch.sequences={batch}", f"batch.micro_sequences={micro}", f"schedule.tokens={steps * sequence * batch}",
+        "eval.every=0", "eval.at_end=false", "checkpoint.every=250", "checkpoint.keep=2", "telemetry.log_every=50",
+    ]
+
+
+def train(name: str, options: dict) -> None:
+    """The process of one run."""
+    from dstrain.cli import main as dstrain
+
+    if name == "control":
+        take_a_mantissa_bit()
+    sys.exit(dstrain(["train", *overrides(name, options)]))
+
+
+def take_a_mantissa_bit() -> None:
+    """From now on every E4M3 number of this process has 2 bits of mantissa: its code's last bit is 0."""
+    import torch
+
+    from dstrain.precision import fp8_blocks, fp8_scales, fp8_tiles
+
+    def to_e4m2(values, scale):
+        quotient = values / scale
+        bits = quotient.view(torch.int32)
+        normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21 << 21).view(torch.float32)  # to nearest even
+        subnormal = (quotient * 256).round() / 256  # below 2^-6: steps of 2^-8 instead of 2^-9
+        rounded = torch.where(quotient.abs() < 2.0**-6, subnormal, normal)
+        return fp8_scales.to_e4m3(torch.where(scale == scale, rounded, torch.nan), torch.ones_like(scale))
+
+    fp8_tiles.to_e4m3 = fp8_blocks.to_e4m3 = to_e4m2
+
+
+def read_losses(name: str, options: dict) -> list[float]:
+    path = Path(options["dir"]) / name / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line)["loss_main"] for line in path.read_text().splitlines()]
+
+
+def compare(losses: dict[str, list[float]], options: dict) -> dict:
+    """Means over the last steps and gaps to bf16 in percent, of the runs that reached the last step."""
+    steps, last = int(options["steps"]), int(options["last"])
+    means = {name: sum(run[steps - last : steps]) / last for name, run in losses.items() if len(run) >= steps}
+    gaps = {name: 100 * abs(mean - means["bf16"]) / means["bf16"] for name, mean in means.items() if "bf16" in means}
+    passed = {name: gaps[name] > limit if word == "above" else gaps[name] <= limit
+              for name, (word, limit) in LIMITS.items() if name in gaps}
+    return {
+        "steps": steps, "last": last, "mean_loss": means, "gap_percent": gaps, "passed": passed,
+        "done": {name: len(run) for name, run in losses.items()},
+    }
+
+
+def table(losses: dict, summary: dict, options: dict) -> str:
+    lines = [
+        f"model {options['model']}, {options['batch']} x {options['sequence']} tokens a step, {summary['steps']} steps; "
+        f"loss_main over the last {summary['last']}",
+        "", "| run | steps done | mean loss | gap to bf16 | must be |", "|---|---|---|---|---|",
+    ]
+    for name, run in losses.items():
+        mean, gap = summary["mean_loss"].get(name), summary["gap_percent"].get(name)
+        must = f"{LIMITS[name][0]} {LIMITS[name][1]} %" if name in LIMITS else ""
+        lines.append(
+            f"| {name} | {len(run)} | {'' if mean is None else f'{mean:.5f}'} "
+            f"| {'' if gap is None or name == 'bf16' else f'{gap:.3f} %'} | {must} |"
+        )
+    return "\n".join(lines)
+
+
+def curve(losses: dict[str, list[float]], width: int = 760, height: int = 400, window: int = 25) -> str:
+    """An SVG of each run's loss, the mean over `window` steps."""
+    smooth = {
+        name: [sum(run[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(run))]
+        for name, run in losses.items()
+    }
+    values = [value for run in smooth.values() for value in run] or [0.0]
+    low, high, steps = min(values), max(values) or 1.0, max([len(run) for run in smooth.values()] or [1])
+    left, bottom, top = 50, height - 40, 20
+
+    def x(step: float) -> float:
+        return left + (width - left - 20) * step / max(steps, 1)
+
+    def y(loss: float) -> float:
+        return bottom - (bottom - top) * (loss - low) / ((high - low) or 1.0)
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+             f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>']
+    for part in range(5):
+        loss, step = low + (high - low) * part / 4, steps * part / 4
+        parts.append(f'<text x="{left - 6}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:.2f}</text>')
+        parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{y(loss):.1f}" y2="{y(loss):.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x(step):.1f}" y="{bottom + 18}" text-anchor="middle">{step:.0f}</text>')
+    for row, (name, run) in enumerate(smooth.items()):
+        points = " ".join(f"{x(step + 1):.1f},{y(loss):.1f}" for step, loss in enumerate(run))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.3"/>')
+        parts.append(f'<text x="{width - 120}" y="{top + 16 + 16 * row}" fill="{COLOURS[name]}">{name}</text>')
+    parts.append(f'<text x="{left}" y="{height - 6}">loss_main, mean of {window} steps, over the steps</text></svg>')
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    main()

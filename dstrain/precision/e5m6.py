@@ -13,26 +13,37 @@ import torch
 import torch.nn.functional as F
 
 from dstrain.precision.fp8_scales import E5M6_MAX, TILE, scale_of
-from dstrain.precision.fp8_tiles import quantize_columns
+from dstrain.precision.fp8_tiles import join_rows, quantize_columns, split_rows
 from dstrain.precision.pointwise import kernel
 
+PACKED = TILE // 2 * 3  # bytes of a tile
 _SMALLEST_NORMAL = 2.0**-14
 _REBIAS = (127 - 15) << 6  # FP32's exponent against E5M6's, in units of the code
 
 
-@kernel
 def quantize_e5m6(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, cols] FP32 or BF16 -> packed uint8 [rows, 3 · ⌈cols/2⌉], FP32 scale [rows, ⌈cols/128⌉], powers of two."""
-    cols = x.shape[-1]
-    tiles = F.pad(x.float(), (0, -cols % TILE)).unflatten(-1, (-1, TILE))
-    scale = scale_of(tiles.abs().amax(-1), power_of_two=True, largest=E5M6_MAX)
-    return pack(encode(tiles / scale.unsqueeze(-1)).flatten(-2)[:, :cols]), scale
+    packed, scale = _packed_tiles(split_rows(x, TILE))
+    rows, cols = x.shape
+    return join_rows(packed, rows, 3 * -(-cols // 2)), scale.view(rows, -(-cols // TILE))
 
 
 @kernel
+def _packed_tiles(tiles):
+    """[n, 128] -> uint8 [n, 192], scale [n, 1]."""
+    wide = tiles.float()
+    scale = scale_of(wide.abs().amax(-1, keepdim=True), True, E5M6_MAX)
+    return pack(encode(wide / scale)), scale
+
+
 def dequantize_e5m6(packed: torch.Tensor, scale: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
     """-> [rows, cols] in `dtype`; exact in FP32 and BF16."""
-    return (decode(unpack(packed, cols)) * scale[:, torch.arange(cols, device=scale.device) // TILE]).to(dtype)
+    return join_rows(_unpacked_tiles(split_rows(packed, PACKED), scale.reshape(-1, 1), dtype), len(packed), cols)
+
+
+@kernel
+def _unpacked_tiles(packed, scale, dtype):
+    return (decode(unpack(packed, TILE)) * scale).to(dtype)
 
 
 def e5m6_to_columns(

@@ -20,38 +20,49 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
-@kernel
 def quantize_blocks(weight: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [..., rows, columns], any float type -> (E4M3 of the same shape, FP32 scale_inv).
 
     power_of_two: scales are rounded up to powers of two (DeepSeek-V3.1), else amax / 448 as it is (V3). A block of
     zeros has scale 1, one with a NaN or an infinity NaN: the rules of `fp8_scales`.
     """
-    blocks = _blocks(weight.float())
-    scale = scale_of(blocks.abs().amax(dim=(-3, -1)), power_of_two)  # [..., row blocks, column blocks]
-    return _weight(to_e4m3(blocks, scale[..., :, None, :, None]), weight.shape), scale
+    codes, scale = _block_codes(_blocks(weight), power_of_two)
+    return _weight(codes, weight.shape), scale.view(scale_shape(weight.shape))
+
+
+@kernel
+def _block_codes(blocks, power_of_two):
+    wide = blocks.float()
+    scale = scale_of(wide.abs().amax(dim=(2, 4), keepdim=True), power_of_two)
+    return to_e4m3(wide, scale), scale
 
 
 def dequantize_blocks(quantized: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """E4M3 [..., rows, columns], scales of `scale_shape` -> the weight in `dtype`; the product is FP32, rounded once."""
     if tuple(scale_inv.shape) != scale_shape(quantized.shape):
         raise ValueError(f"scales {list(scale_inv.shape)} do not belong to a weight {list(quantized.shape)}")
-    return block_values(quantized, scale_inv, dtype)
+    rows, columns = scale_inv.shape[-2:]
+    values = _block_values(_blocks(quantized), scale_inv.float().reshape(-1, rows, 1, columns, 1), dtype)
+    return _weight(values, quantized.shape)
 
 
 @kernel
-def block_values(quantized, scale_inv, dtype):
-    blocks = _blocks(quantized.float()) * scale_inv.float()[..., :, None, :, None]
-    return _weight(blocks.to(dtype), quantized.shape)
+def _block_values(blocks, scale_inv, dtype):
+    return (blocks.float() * scale_inv).to(dtype)
 
 
 def _blocks(weight: torch.Tensor) -> torch.Tensor:
-    """[..., rows, columns] -> [..., row blocks, 128, column blocks, 128], ragged blocks filled up with zeros."""
-    rows, columns = weight.shape[-2:]
-    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    return padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+    """[..., rows, columns] -> [n, row blocks, 128, column blocks, 128], ragged blocks filled up with zeros."""
+    (rows, columns), (down, across) = weight.shape[-2:], scale_shape(weight.shape)[-2:]
+    if rows % BLOCK or columns % BLOCK:
+        whole = weight.new_zeros(*weight.shape[:-2], down * BLOCK, across * BLOCK)
+        whole[..., :rows, :columns] = weight
+        weight = whole
+    return weight.reshape(-1, down, BLOCK, across, BLOCK)
 
 
 def _weight(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The inverse of `_blocks`."""
-    return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]].contiguous()
+    _, down, _, across, _ = blocks.shape
+    whole = blocks.reshape(*shape[:-2], down * BLOCK, across * BLOCK)
+    return whole[..., : shape[-2], : shape[-1]].contiguous()

@@ -20,20 +20,54 @@ from dstrain.precision.fp8_scales import FP8, TILE, scale_of, to_e4m3
 from dstrain.precision.pointwise import kernel
 
 
-@kernel
 def quantize_rows(x: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, cols] FP32 or BF16 -> E4M3 [rows, cols], FP32 scale [rows, ⌈cols/128⌉]."""
-    cols = x.shape[-1]
-    tiles = F.pad(x.float(), (0, -cols % TILE)).unflatten(-1, (-1, TILE))
-    scale = scale_of(tiles.abs().amax(-1), power_of_two)
-    return to_e4m3(tiles, scale.unsqueeze(-1)).flatten(-2)[:, :cols].contiguous(), scale
+    codes, scale = _tile_codes(split_rows(x, TILE), power_of_two)
+    return join_rows(codes, *x.shape), scale.view(len(x), -(-x.shape[1] // TILE))
 
 
 @kernel
+def _tile_codes(tiles, power_of_two):
+    """[n, 128] -> E4M3 [n, 128], scale [n, 1]."""
+    _require_width(tiles, TILE)
+    wide = tiles.float()
+    scale = scale_of(wide.abs().amax(-1, keepdim=True), power_of_two)
+    return to_e4m3(wide, scale), scale
+
+
 def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """codes [rows, cols], scale [rows, ⌈cols/128⌉] -> [rows, cols] in `dtype`; an FP32 product, rounded once."""
-    tile = torch.arange(codes.shape[-1], device=codes.device) // TILE
-    return (codes.float() * scale[:, tile]).to(dtype)
+    return join_rows(_tile_values(split_rows(codes, TILE), scale.reshape(-1, 1), dtype), *codes.shape)
+
+
+@kernel
+def _tile_values(codes, scale, dtype):
+    _require_width(codes, TILE)
+    return (codes.float() * scale).to(dtype)
+
+
+def split_rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    """[rows, cols] -> [rows · ⌈cols/width⌉, width], ragged tiles filled up with zeros: a view where there are none.
+
+    Kernels work on tiles because torch.compile then makes one program for every number of columns.
+    """
+    if x.shape[1] % width:
+        whole = x.new_zeros(len(x), -(-x.shape[1] // width) * width)
+        whole[:, : x.shape[1]] = x
+        x = whole
+    return x.reshape(-1, width)
+
+
+def join_rows(tiles: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """The inverse of `split_rows`."""
+    if rows == 0:
+        return tiles.new_empty(0, cols)
+    return tiles.view(rows, -1)[:, :cols].contiguous()
+
+
+def _require_width(tiles, width):
+    if tiles.shape[1] != width:  # for the compiler, which takes no size for granted otherwise
+        raise ValueError(f"tiles of {tiles.shape[1]}, not {width}")
 
 
 def quantize_columns(

@@ -33,6 +33,8 @@ def compile_kernels() -> None:
     """From now on run every kernel fused by torch.compile, for any number of rows."""
     global compiled
     compiled = True
+    # A quantiser is a program per type, rule of scales and size 0 or 1; the default of 8 is too few.
+    torch._dynamo.config.recompile_limit = 64
     for name, function in _kernels.items():
         _kernels[name] = torch.compile(function, dynamic=True, fullgraph=True)
 

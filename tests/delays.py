@@ -1,7 +1,7 @@
 """A dispatcher whose communication takes time: one wire for the rank, which carries one message after the other.
 
-Rows are moved at once, as the inner dispatcher does it; a result may be used when the wire has carried its bytes. Whoever
-needs it earlier sleeps, and no core works for it. With a clock of its own a test decides what computation costs.
+Rows are moved at once, as the inner dispatcher does it; a result may be used when the wire has carried its bytes.
+Whoever needs it earlier sleeps, and no core works for it. With a clock of its own a test sets what computation costs.
 """
 
 import time
@@ -30,8 +30,10 @@ class OwnClock:
 
 
 class Wire:
-    """latency in seconds, bandwidth in bytes a second. Counted: messages, their bytes, the seconds they took on the wire
-    (`communication`) and those that somebody slept for them (`exposed`)."""
+    """latency in seconds, bandwidth in bytes a second.
+
+    Counted: messages, their bytes, the seconds they took (`communication`), and those that somebody slept (`exposed`).
+    """
 
     def __init__(self, latency: float, bandwidth: float, clock=None):
         self.latency, self.bandwidth, self.clock = latency, bandwidth, clock or WallClock()

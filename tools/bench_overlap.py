@@ -4,12 +4,13 @@
     python tools/bench_overlap.py ratio=1.2 rounds=9 out=tools/results/overlap_cpu.md
     python tools/bench_overlap.py clock=own      # on a machine that others use too
 
-Every rank is a process of one thread. Its experts are its own, but dispatch and combine go over a wire (tests/delays.py) of
-the given latency; whoever waits for the wire sleeps. A round is three steps: one without delay, from which the wire gets
-the bandwidth that makes a pair's communication take `ratio` times its computation, one without overlap and one with.
-Reported are the medians over rounds of a round's median pair, so that a disturbance of the machine spoils one round.
-Time that a rank waits for another rank's hidden states is not counted. clock=wall is real time and needs an idle core for
-each rank; clock=own counts a rank's time on its core and adds the waits for the wire. The last line is JSON.
+Every rank is a process of one thread. Its experts are its own, but dispatch and combine go over a wire
+(tests/delays.py) of the given latency; whoever waits for the wire sleeps. A round is three steps: one without delay,
+from which the wire gets the bandwidth that makes a pair's communication take `ratio` times its computation, one without
+overlap and one with. Reported are the medians over rounds of a round's median pair, so that a disturbance of the
+machine spoils one round. Time that a rank waits for another rank's hidden states is not counted. clock=wall is real
+time and needs an idle core for each rank; clock=own counts a rank's time on its core and adds the waits for the wire.
+The last line is JSON.
 
     hidden share = 1 - (seconds waited for the wire) / (seconds of the wire)
 """
@@ -89,10 +90,10 @@ def prepare(rank: int, size: int, options: dict, wire: Wire):
     schedule = build_schedule(options["schedule"], size, int(options["micro_batches"]))
     layers, hidden = int(options["layers"]), int(options["hidden"])
     config = tiny_config(
-        vocab_size=256, hidden_size=hidden, moe_intermediate_size=hidden // 2, num_hidden_layers=layers * schedule.stages,
-        first_k_dense_replace=0, num_attention_heads=8, q_lora_rank=hidden // 2, kv_lora_rank=hidden // 4,
-        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, n_shared_experts=1, num_nextn_predict_layers=0,
-        max_position_embeddings=int(options["sequence"]),
+        vocab_size=256, hidden_size=hidden, moe_intermediate_size=hidden // 2,
+        num_hidden_layers=layers * schedule.stages, first_k_dense_replace=0, num_attention_heads=8,
+        q_lora_rank=hidden // 2, kv_lora_rank=hidden // 4, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+        n_shared_experts=1, num_nextn_predict_layers=0, max_position_embeddings=int(options["sequence"]),
     )
     units = list_units(config)
     blocks = [units[1:-1][first : first + layers] for first in range(0, len(units) - 2, layers)]

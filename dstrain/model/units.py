@@ -3,7 +3,7 @@
 The hidden state flows down the list of units and its gradient back up; tokens do not travel. Each head adds its
 own loss, so backward starts from local losses and from the gradient of the state that was passed on.
 
-A chunk's two ways are `ForwardWay` and `BackwardWay`. Per block they have a method for each phase, and whatever is not a
+A chunk's two ways are `ForwardWay` and `BackwardWay`. Per block they have a method for each phase; whatever is not a
 block (embedding, head, the entry of an MTP module) runs on the way to the next one:
 
     forward     attention · dispatch · experts · combine, block by block, then finish -> hidden state

@@ -60,7 +60,10 @@ class Executor:
         self._run(self.schedule, self.traffic, batches, sums, weights, step)
 
     def evaluate(self, batches: list[MicroBatch], sums: LossSums, step: int) -> None:
-        """Add the losses of this rank's heads to `sums`; any number of micro-batches, as many at once as in training."""
+        """Add the losses of this rank's heads to `sums`. Any number of micro-batches, as many at a time as in training.
+
+        Keeps nothing and counts no expert load.
+        """
         count = self.schedule.micro_batches
         for first in range(0, len(batches), count):
             part = batches[first : first + count]

@@ -1,11 +1,11 @@
 """A forward and a backward chunk run between each other, so that each one's communication goes on beside the other's
 computation (arXiv 2412.19437 §3.2.1; REFERENCE §4).
 
-The order is data, `schedules/pair.py`'s. In it the place of a communication is its place in the queue of the communication
-stream, where it starts as soon as its input is ready, whatever computation stands before it: combine(F) stands last
-and runs beside attention(B) and attention(W). Whoever ran that list to the letter would start it only when the next
-layer's attention(F) already waits for it. So here a communication is started right behind what makes its input; the
-order of the computations and that of the communications stay as they are.
+The order is data, `schedules/pair.py`'s. In it the place of a communication is its place in the queue of the
+communication stream, where it starts as soon as its input is ready, whatever computation stands before it: combine(F)
+stands last and runs beside attention(B) and attention(W). Whoever ran that list to the letter would start it only when
+the next layer's attention(F) already waits for it. So here a communication is started right behind what makes its
+input; the order of the computations and that of the communications stay as they are.
 """
 
 from dstrain.model.units import BackwardWay, ForwardWay
@@ -26,7 +26,7 @@ def run_pair(forward: ForwardWay, backward: BackwardWay) -> None:
 
 
 def issue_order(operations: list[Operation]) -> list[Operation]:
-    """The same, each communication moved to right behind the operation whose result it takes; without one, to the front."""
+    """The same, each communication right behind the operation whose result it takes; without one, in front."""
     waiting = {taken_by(operation): operation for operation in operations if operation.phase.communicates}
     issued = [waiting[None]] if None in waiting else []
     for operation in operations:

@@ -1,7 +1,7 @@
 """Hidden states and their gradients from pipeline rank to pipeline rank.
 
-A message is its bytes and nothing else: both sides know the order of every channel from the schedule, and the shape from
-the micro-batch. A channel is one direction between two ranks and has a communicator of its own. On CUDA a
+A message is its bytes and nothing else: both sides know the order of every channel from the schedule, and the shape
+from the micro-batch. A channel is one direction between two ranks and has a communicator of its own. On CUDA a
 communicator's operations run one after the other on its stream, so a receive that waits can hold up only what comes
 behind it in the same channel, whose order is the sender's: no circle of waits. Receives are posted ahead and waited
 for where the data is needed, on CUDA by the stream alone; a send is waited for only when it is known to be over.
@@ -9,7 +9,8 @@ for where the data is needed, on CUDA by the stream alone; a send is waited for 
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -38,19 +39,17 @@ class Channels:
         for members in pipelines:
             for source, target in sorted(pairs):
                 ranks = [members[source], members[target]]
-                group = dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout))
+                with opening(source, target):
+                    group = dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout))
                 if me in ranks:
                     self.groups[source, target] = group
         # NCCL connects at a communicator's first operation, and blocks both hosts for it. In the order of the pairs,
         # the same on all ranks, nobody waits in a circle; in the order of a schedule somebody would.
         token = torch.zeros(1, device=device)
         for source, target in sorted(self.groups):
-            try:
-                operation = self.send if me == self.members[source] else self.receive
+            operation = self.send if me == self.members[source] else self.receive
+            with opening(source, target):
                 self.wait(operation(token, source, target))
-            except RuntimeError as error:
-                what = f"channel from pipeline rank {source} to {target} does not open within {timeout:g} s"
-                raise TransferError(f"{what}: {one_line(error)}") from error
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> dist.Work:
         return dist.isend(tensor, self.members[target], group=self.groups[source, target])
@@ -137,6 +136,15 @@ class Transfer:
 def _positions(traffic: list[list[list[Message]]], mine: Callable[[Message], bool]) -> dict[Message, int]:
     """Message -> position of the action in the other rank's list."""
     return {m: at for actions in traffic for at, of_action in enumerate(actions) for m in of_action if mine(m)}
+
+
+@contextmanager
+def opening(source: int, target: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        what = f"channel from pipeline rank {source} to {target} does not open"
+        raise TransferError(f"{what} ({one_line(error)})") from error
 
 
 def one_line(error: Exception) -> str:

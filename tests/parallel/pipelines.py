@@ -17,9 +17,9 @@ from dstrain.parallel.schedules.messages import messages
 from dstrain.parallel.transfer import Channels
 from dstrain.precision.main_grad import attach_main_grads
 
-# MTP depth 4, heads on different stages, one dense block, and as many units as DualPipeV has stages on 4 ranks and two more.
+# MTP depth 4, heads on different stages, one dense block: 10 units, for up to the 8 stages of DualPipeV on 4 ranks.
 CONFIG = tiny_config(num_hidden_layers=4, num_nextn_predict_layers=4, mtp_depth_weights=[0.4, 0.3, 0.2, 0.1])
-ENDS = {2: [4], 4: [3, 5, 7], 8: [2, 3, 4, 5, 6, 7, 9]}  # stages -> where the units are cut; 10 units
+ENDS = {2: [4], 4: [3, 5, 7], 8: [2, 3, 4, 5, 6, 7, 9]}  # stages -> where the units are cut
 DEVICE = torch.device("cpu")
 
 
@@ -80,7 +80,9 @@ def single_process(config, dtype, batches: list[MicroBatch]) -> dict:
 class Rank:
     """One rank of a pipeline on its model's share. Ranks of the world form world / ranks pipelines of the same."""
 
-    def __init__(self, name, ranks, micro_batches, config, dtype, rank, world, timeout=60.0, dispatcher=None, **options):
+    def __init__(
+        self, name, ranks, micro_batches, config, dtype, rank, world, timeout=60.0, dispatcher=None, **options
+    ):
         self.schedule = build_schedule(name, ranks, micro_batches)
         self.rank, stages = rank % ranks, cut(config, self.schedule.stages)
         pipelines = [list(range(first, first + ranks)) for first in range(0, world, ranks)]

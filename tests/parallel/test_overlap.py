@@ -21,7 +21,8 @@ from dstrain.precision.main_grad import WeightGradQueue
 
 # REFERENCE §4: median milliseconds of a layer.
 MEDIANS = {
-    "attention F": 4.36, "attention B": 9.41, "attention W": 2.39, "experts F": 4.50, "experts B": 5.41, "experts W": 6.22,
+    "attention F": 4.36, "attention B": 9.41, "attention W": 2.39,
+    "experts F": 4.50, "experts B": 5.41, "experts W": 6.22,
     "dispatch F": 6.57, "combine F": 8.89, "dispatch B": 7.39, "combine B": 5.72,
 }
 
@@ -29,8 +30,8 @@ MEDIANS = {
 def test_one_layer_is_issued_with_every_communication_behind_what_makes_its_input():
     text = [str(operation.phase) for operation in issue_order(pair_order(1, 1))]
     assert text == [
-        "combine(B)", "attention(F)", "dispatch(F)", "experts(B)", "dispatch(B)", "experts(W)", "experts(F)", "combine(F)",
-        "attention(B)", "attention(W)",
+        "combine(B)", "attention(F)", "dispatch(F)", "experts(B)", "dispatch(B)", "experts(W)", "experts(F)",
+        "combine(F)", "attention(B)", "attention(W)",
     ]
 
 
@@ -136,7 +137,9 @@ def test_a_pair_of_four_layers_takes_the_published_time(monkeypatch, overlap, fa
 
 
 # Stages of unlike lengths: units of CONFIG are embed, blocks 0 … 3 (block 0 dense), head, mtp 1 … 4.
-STAGES = {"embed and two blocks": (0, 3), "head alone": (5, 6), "block": (4, 5), "blocks and head": (2, 6), "modules": (6, 9)}
+STAGES = {
+    "embed and two blocks": (0, 3), "head alone": (5, 6), "block": (4, 5), "blocks and head": (2, 6), "modules": (6, 9),
+}
 
 
 @pytest.mark.parametrize("backward", STAGES)

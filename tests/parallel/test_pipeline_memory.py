@@ -23,7 +23,7 @@ def without_cycle_collector():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_activations_go_with_their_backward(monkeypatch, without_cycle_collector, overlap):
-    """Counted are blocks' passes that anything still refers to: after each action exactly those of the chunks under way."""
+    """Counted are blocks' passes that anything still refers to: after an action just those of the chunks under way."""
     one = Rank("dualpipev", 1, 4, CONFIG, torch.float32, 0, 1, overlap=overlap)
     batches = make_batches(CONFIG, 4)
     passes, seen = weakref.WeakSet(), []
@@ -61,11 +61,26 @@ def longest_kept(rank, world):
 
         Transfer.send = counted
         one.executor.train(batches, one.sums, loss_weights(CONFIG, batches), step=1)
+    Transfer.send = send
+
+    place, do = iter(range(1, 1000)), executing._Run.do
+
+    def checked(run, action):
+        after = next(place)
+        coming = run.needs[after] if after < len(run.needs) else []
+        assert all(message in run.transfer.posted for message in coming)
+        do(run, action)
+
+    executing._Run.do = checked  # of the DualPipe above
+    one.executor.train(batches, one.sums, loss_weights(CONFIG, batches), step=1)
     return most
 
 
 def test_what_was_sent_is_not_kept_until_the_end_of_the_step():
-    """12 micro-batches: on 2 ranks 12 messages each way. Kept are those whose arrival no answer has proved yet."""
+    """12 micro-batches: on 2 ranks 12 messages each way. Kept are those whose arrival no answer has proved yet.
+
+    And before each action the receives of the next are posted.
+    """
     for most in spawn(longest_kept, 2, timeout=60):
         assert most["1f1b"] <= 3 and most["dualpipe"] <= 6
 

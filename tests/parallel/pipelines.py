@@ -53,7 +53,8 @@ def build(config, dtype, share: Share | None = None) -> Model:
     model = Model(config, dtype, share)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            tensor.copy_(weights[name])
+            held = model.share.experts
+            tensor.copy_(weights[name][held.start : held.stop] if ".mlp.experts." in name else weights[name])
     attach_main_grads(model, torch.promote_types(dtype, torch.float32))
     return model
 
@@ -78,17 +79,21 @@ def single_process(config, dtype, batches: list[MicroBatch]) -> dict:
 
 
 class Rank:
-    """One rank of a pipeline on its model's share. Ranks of the world form world / ranks pipelines of the same."""
+    """One rank of a pipeline on its model's share.
+
+    The world's ranks form world / ranks pipelines of the same: neighbours, or with `apart` every n-th.
+    """
 
     def __init__(
-        self, name, ranks, micro_batches, config, dtype, rank, world, timeout=60.0, dispatcher=None, **options
+        self, name, ranks, micro_batches, config, dtype, rank, world, apart=False, experts=None, dispatcher=None, **options
     ):
         self.schedule = build_schedule(name, ranks, micro_batches)
-        self.rank, stages = rank % ranks, cut(config, self.schedule.stages)
-        pipelines = [list(range(first, first + ranks)) for first in range(0, world, ranks)]
-        channels = Channels(set(messages(self.schedule).order), pipelines, timeout, DEVICE) if ranks > 1 else None
+        stages, count = cut(config, self.schedule.stages), world // ranks
+        pipelines = [list(range(i, world, count) if apart else range(i * ranks, (i + 1) * ranks)) for i in range(count)]
+        self.rank = next(members.index(rank) for members in pipelines if rank in members)
+        channels = Channels(set(messages(self.schedule).order), pipelines, 60.0, DEVICE) if ranks > 1 else None
         mine = [unit for stage in self.schedule.stages_of(self.rank) for unit in stages[stage]]
-        self.model = build(config, dtype, Share.of_units(config, mine))
+        self.model = build(config, dtype, Share.of_units(config, mine, experts))
         self.sums = LossSums(config.num_nextn_predict_layers, DEVICE)
         self.executor = Executor(
             self.schedule, self.rank, self.model, stages, dispatcher or LocalDispatcher(), channels, **options

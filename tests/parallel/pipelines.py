@@ -85,8 +85,9 @@ class Rank:
     """
 
     def __init__(
-        self, name, ranks, micro_batches, config, dtype, rank, world, apart=False, experts=None, dispatcher=None, **options
-    ):
+        self, name, ranks, micro_batches, config, dtype, rank, world, *,
+        apart=False, experts=None, dispatcher=None, **options,
+    ):  # fmt: skip
         self.schedule = build_schedule(name, ranks, micro_batches)
         stages, count = cut(config, self.schedule.stages), world // ranks
         pipelines = [list(range(i, world, count) if apart else range(i * ranks, (i + 1) * ranks)) for i in range(count)]

@@ -11,12 +11,18 @@ import torch
 from dstrain.config.schema import ModelConfig
 
 
-def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """The initial value of parameter `name` in `dtype`, on the CPU; drawn in FP32."""
+def initial_value(
+    name: str, shape: torch.Size, config: ModelConfig, seed: int, dtype: torch.dtype, first_expert: int = 0
+) -> torch.Tensor:
+    """The initial value of parameter `name` in `dtype`, on the CPU; drawn in FP32.
+
+    shape: of the part that is wanted. first_expert: the number in the whole layer of an expert tensor's first.
+    """
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype)
     if ".experts." in name:
-        experts = [_normal(f"{name}[{expert}]", shape[1:], config, seed) for expert in range(shape[0])]
+        numbers = range(first_expert, first_expert + shape[0])
+        experts = [_normal(f"{name}[{expert}]", shape[1:], config, seed) for expert in numbers]
         return torch.stack(experts).to(dtype)
     return _normal(name, shape, config, seed).to(dtype)
 

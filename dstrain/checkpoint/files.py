@@ -8,7 +8,7 @@ digests agree still is.
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dstrain.checkpoint.progress import byte_progress
@@ -40,16 +40,27 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def seal(folder: Path, advance: Callable[[int], None] = lambda nbytes: None) -> None:
+Sums = dict[str, dict]  # relative name -> its size and digest
+
+
+def checksums(folder: Path, names: Iterable[str], advance: Callable[[int], None] = lambda nbytes: None) -> Sums:
+    """Of files of `folder`, by their names relative to it. advance: called with the number of bytes read."""
+    return {
+        name: {"size": (folder / name).stat().st_size, "blake2b": _digest(folder / name, advance)} for name in names
+    }
+
+
+def seal(folder: Path, advance: Callable[[int], None] = lambda nbytes: None, known: Sums | None = None) -> None:
     """Makes `folder` complete: checksums of all its files, everything on the disk, then the marker.
 
-    advance: called with the number of bytes read for checksums.
+    advance: called with the number of bytes read for checksums. known: checksums of files that whoever wrote them has
+    forced to the disk.
     """
-    sums = {}
-    for name in _file_names(folder):
-        path = folder / name
-        sync(path)
-        sums[name] = {"size": path.stat().st_size, "blake2b": _digest(path, advance)}
+    known = known or {}
+    new = [name for name in _file_names(folder) if name not in known]
+    for name in new:
+        sync(folder / name)
+    sums = dict(sorted({**known, **checksums(folder, new, advance)}.items()))
     listing = json.dumps({"files": sums}, indent=1).encode()
     write_file(folder / CHECKSUMS, listing)
     for inner in sorted(path for path in folder.rglob("*") if path.is_dir()):

@@ -13,8 +13,13 @@ import torch
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
+    torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 TensorKinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype)
 
@@ -26,8 +31,8 @@ def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 class SafetensorsWriter:
     """A safetensors file of the given tensors; each is then written whole, or in pieces of its leading dimension."""
 
-    def __init__(self, path: Path, tensors: TensorKinds):
-        header: dict = {"__metadata__": {"format": "pt"}}  # what transformers requires
+    def __init__(self, path: Path, tensors: TensorKinds, metadata: dict[str, str] | None = None):
+        header: dict = {"__metadata__": {"format": "pt", **(metadata or {})}}  # "pt" is what transformers requires
         self._begins: dict[str, int] = {}
         self._missing: dict[str, int] = {}  # bytes not written yet
         end = 0

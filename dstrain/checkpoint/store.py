@@ -10,6 +10,10 @@ A checkpoint is a folder `step-XXXXXXXX`:
 
 A save copies the tensors, returns, and writes in a thread: a temporary folder, checksums, fsync, marker, one rename,
 then the removal of checkpoints beyond `keep`. Whenever the process is killed, the newest complete checkpoint is whole.
+
+Several ranks save into one folder of a file system that all of them see. Rank 0 makes the temporary folder; each rank
+writes its own tensor files there; rank 0 waits for all (`parts`), adds the rest, and completes the checkpoint. A rank
+that fails or dies fails the save of all, with one line from rank 0. The threads talk through files alone.
 """
 
 import atexit
@@ -22,10 +26,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dstrain.checkpoint import folders
-from dstrain.checkpoint.files import MARKER, CorruptCheckpoint, require_complete, seal, verify, write_file
-from dstrain.checkpoint.tensors import write_tensors
+from dstrain.checkpoint import folders, parts
+from dstrain.checkpoint.files import MARKER, CorruptCheckpoint, checksums, require_complete, seal, verify, write_file
+from dstrain.checkpoint.tensors import Piece, Tensors, as_piece, write_tensors
 from dstrain.config.errors import InputError, nearest
+from dstrain.parallel.group import Group
 
 META = "meta.json"
 FILES = "files"
@@ -36,62 +41,92 @@ class CheckpointStore:
     """The checkpoints under `root`, of which the newest `keep` complete ones are kept.
 
     A save that fails does not stop the run: `failure` holds its line until a later save succeeds, and
-    `on_failure(step, line)` is called, mostly from the writing thread.
+    `on_failure(step, line)` is called, mostly from the writing thread; with several ranks on the first alone.
     """
 
-    def __init__(self, root: Path, keep: int, on_failure: Callable[[int, str], None] = lambda step, line: None):
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        on_failure: Callable[[int, str], None] = lambda step, line: None,
+        ranks: Group | None = None,
+        timeout: float = TIMEOUT,
+    ):
+        """ranks: those that save and resume together, a group that takes host objects (`Mesh.host_group`); None: one.
+
+        timeout: seconds that a rank waits for another's part of a save.
+        """
         self.root = Path(root)
         self.keep = keep
         self.on_failure = on_failure
+        self.ranks = Group((0,), 0) if ranks is None else ranks
+        self.timeout = timeout
         self.failure: str | None = None
         self._thread: threading.Thread | None = None
         self._step = -1
 
-    # Saving
+    # Saving: `save` and `wait` are called by all ranks at the same step
 
-    def save(
-        self, step: int, tensors: dict[str, Tensor], meta: dict, files: dict[str, bytes], timeout: float = TIMEOUT
-    ) -> None:
+    def save(self, step: int, tensors: Tensors, meta: dict, files: dict[str, bytes], timeout: float = TIMEOUT) -> None:
         """Copies everything, returns, and writes checkpoint `step` in the background.
 
-        tensors: any device, shape and dtype; they may change as soon as this returns. meta: comes back as JSON makes it
-        (tuples as lists). files: plain name -> bytes. A checkpoint of the same step is replaced. An earlier save is
-        waited for, at most `timeout` seconds. Raises TypeError or ValueError for a meta or a name that cannot be saved.
+        tensors: any device, shape and dtype, what this rank contributes; they may change as soon as this returns. meta:
+        comes back as JSON makes it (tuples as lists). files: plain name -> bytes. The first rank's meta and files
+        count. A checkpoint of the same step is replaced. An earlier save is waited for, at most `timeout` seconds.
+        Raises TypeError or ValueError for a meta or a name that cannot be saved.
         """
         meta_json = json.dumps(meta, indent=1).encode()
         for name in files:
             if name != Path(name).name or name in ("", ".."):
                 raise ValueError(f"{name!r} is not a plain file name")
-        late = self.wait(timeout) if self._writing() else None
-        if self._writing():
-            return self._failed(step, f"not started: {late}")
-        nbytes = sum(tensor.nbytes for tensor in tensors.values()) + sum(map(len, files.values())) + len(meta_json)
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self.check_space(nbytes + 2**20 + 512 * len(tensors))  # headers and checksums
-        except (OSError, InputError) as error:
-            return self._failed(step, str(error))
-        arguments = step, {name: _copy(tensor) for name, tensor in tensors.items()}, meta_json, dict(files)
+        late = self.join(timeout) if self._writing() else None
+        problem = f"not started: {late}" if self._writing() else None
+        nbytes = sum(as_piece(part).tensor.nbytes for part in tensors.values()) + 512 * len(tensors)  # and headers
+        reports = self.ranks.gather_objects((problem, nbytes), f"the state of a save of step {step}")
+        problem = next((problem for problem, _ in reports if problem), None)
+        folder = None
+        if problem is None and self.ranks.index == 0:
+            need = sum(nbytes for _, nbytes in reports) + sum(map(len, files.values())) + len(meta_json) + 2**20
+            try:
+                folder = self._open(step, need)
+            except (OSError, InputError) as error:
+                problem = str(error)
+        folder, problem = self.ranks.first_object((folder, problem), f"the folder of a save of step {step}")
+        if folder is None:
+            return self._failed(step, problem)
+        arguments = step, folder, {name: _copy(part) for name, part in tensors.items()}, meta_json, dict(files)
         # A daemon, so that a disk that hangs cannot keep the process; the exit hook gives a good disk its time.
         self._step = step
-        self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint-{step}", daemon=True)
-        atexit.register(self.wait)
+        target = self._write if self.ranks.index == 0 else self._write_part
+        self._thread = threading.Thread(target=target, args=arguments, name=f"checkpoint-{step}", daemon=True)
+        atexit.register(self.join)
         self._thread.start()
 
     def wait(self, timeout: float = TIMEOUT) -> str | None:
-        """Blocks until the last save is durable or has failed; returns its failure's line, or None.
+        """Blocks until the last save is durable or has failed; returns its failure's line, or None, on every rank.
 
         After `timeout` seconds it gives up and returns a line that says so; the writing goes on.
         """
+        line = self.join(timeout)
+        if self.ranks.size > 1:
+            lines = self.ranks.gather_objects(line, "the outcome of a save")
+            line = lines[0] or next(filter(None, lines), None)
+            if not self._writing():
+                self.failure = line
+        return line
+
+    def join(self, timeout: float = TIMEOUT) -> str | None:
+        """As `wait`, for this rank alone: the others may be gone. Returns what this rank knows."""
         if self._thread is not None:
             self._thread.join(min(timeout, 2.0))
             if self._thread.is_alive():
-                print(f"waiting for the checkpoint of step {self._step} to be written …", file=sys.stderr)
+                if self.ranks.index == 0:
+                    print(f"waiting for the checkpoint of step {self._step} to be written …", file=sys.stderr)
                 self._thread.join(max(timeout - 2.0, 0.0))
             if self._thread.is_alive():
                 return f"checkpoint of step {self._step} in {self.root} was not written after {timeout:g} s"
             self._thread = None
-            atexit.unregister(self.wait)
+            atexit.unregister(self.join)
         return self.failure
 
     def check_space(self, nbytes: int) -> None:
@@ -110,25 +145,51 @@ class CheckpointStore:
     def _writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _write(self, step: int, tensors: dict[str, Tensor], meta_json: bytes, files: dict[str, bytes]) -> None:
+    def _open(self, step: int, nbytes: int) -> Path:
+        """The temporary folder of a save, made where there is space for it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.check_space(nbytes)
+        folder = folders.work_folder("tmp", self.root, step)
         try:
-            temporary = folders.work_folder("tmp", self.root, step)
+            parts.make(folder, self.ranks.size)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            folders.release(folder)
+            raise
+        return folder
+
+    def _write(self, step: int, folder: Path, tensors: Tensors, meta_json: bytes, files: dict[str, bytes]) -> None:
+        try:
             try:
-                temporary.mkdir()
-                write_tensors(temporary, tensors)
-                (temporary / FILES).mkdir()
+                sums = checksums(folder, write_tensors(folder, tensors))
+                (folder / FILES).mkdir()
                 for name, data in files.items():
-                    write_file(temporary / FILES / name, data)
-                write_file(temporary / META, meta_json)
-                seal(temporary)
-                folders.publish(temporary, self.root, step)
+                    write_file(folder / FILES / name, data)
+                write_file(folder / META, meta_json)
+                sums |= parts.collect(folder, range(1, self.ranks.size), self.timeout)
+                seal(folder, known=sums)
+                folders.publish(folder, self.root, step)
             finally:
-                shutil.rmtree(temporary, ignore_errors=True)  # there only after a failure
-                folders.release(temporary)
+                shutil.rmtree(folder, ignore_errors=True)  # there only after a failure
+                folders.release(folder)
         except Exception as error:  # whatever it is, the run is worth more than this checkpoint
             return self._failed(step, f"{type(error).__name__}: {error}")
         self.failure = None
         self._retain(step)
+
+    def _write_part(self, step: int, folder: Path, tensors: Tensors, meta_json: bytes, files: dict[str, bytes]) -> None:
+        """What ranks other than the first do; they learn the outcome from it, in `wait`."""
+        rank = self.ranks.index
+        try:
+            try:
+                parts.report(folder, rank, checksums(folder, write_tensors(folder, tensors, rank)))
+            except Exception as error:
+                parts.report_failure(folder, rank, f"{type(error).__name__}: {error}")
+                raise
+            parts.wait_for_first(folder, 2 * self.timeout)  # the first may wait that long for another, and then writes
+        except Exception as error:
+            return self._failed(step, f"{type(error).__name__}: {error}")
+        self.failure = None
 
     def _retain(self, saved: int) -> None:
         for step, path in folders.complete(self.root)[self.keep:]:
@@ -141,7 +202,8 @@ class CheckpointStore:
 
     def _failed(self, step: int, why: str) -> None:
         self.failure = f"checkpoint of step {step} was not saved in {self.root}: {' '.join(why.split())}"
-        self.on_failure(step, self.failure)
+        if self.ranks.index == 0:
+            self.on_failure(step, self.failure)
 
     # Finding
 
@@ -158,7 +220,12 @@ class CheckpointStore:
 
         Clears what killed processes left. A corrupt checkpoint is reported in one line and renamed to `*.corrupt`, and
         the one before it is tried. Raises InputError when none is left: starting anew must be the user's decision.
+        With several ranks the first one looks, and all get its answer.
         """
+        path = self.ranks.together(lambda: self._open_newest(report) if self.ranks.index == 0 else None, "a checkpoint")
+        return self.ranks.first_object(path, "the newest checkpoint")
+
+    def _open_newest(self, report: Callable[[str], None]) -> Path | None:
         folders.clear(self.root, report)
         for path in folders.incomplete(self.root):
             report(f"{path} is ignored: it has no marker file, so its save was never completed")
@@ -215,7 +282,7 @@ class CheckpointStore:
         return {entry.name: entry.read_bytes() for entry in sorted((path / FILES).iterdir())}
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy in host memory that shares nothing with `tensor`."""
-    copy = tensor.detach().to("cpu", copy=True)
-    return copy.contiguous()
+def _copy(part: Tensor | Piece) -> Piece:
+    """A contiguous copy in host memory that shares nothing with `part`."""
+    piece = as_piece(part)
+    return Piece(piece.tensor.detach().to("cpu", copy=True).contiguous(), piece.shape, piece.offset)

@@ -1,56 +1,81 @@
-"""The tensor part of a checkpoint: torch.distributed.checkpoint (DCP) over safetensors files.
+"""The tensor part of a checkpoint: safetensors files in the layout of torch.distributed.checkpoint (DCP).
 
 Why DCP's Hugging Face storage and not its default one: the default storage keeps its index in a pickle, `.metadata`,
 and reading a checkpoint executes whatever that file says. The safetensors storage has no pickle and no index: the
-header of a file is JSON with names, dtypes, shapes and the offset of each piece in its global tensor. It was tried on
-every dtype that a run holds (also float8, bool, 0-d and empty tensors, NaN and -0.0: all bit-exact) and on pieces of
-one global tensor written by two ranks and read by one, or by two in another layout; the tests keep both.
+header of a file is JSON with names, dtypes, shapes and the offset of each piece in its global tensor. DCP reads what is
+written here, and it was tried on every dtype that a run holds (also float8, bool, 0-d and empty tensors, NaN and -0.0:
+all bit-exact) and on pieces of one global tensor written by several ranks and read by other layouts.
 
-Habits of it that shape this file, and matter to whoever saves from several ranks:
+Files are written by `SafetensorsWriter`, which needs no copy of a file in memory and no agreement between ranks: DCP's
+own planner knows pieces only as parts of even meshes. What this format asks of whoever writes and reads it:
 
-- a file is built in memory before it is written, so tensors are spread over files of about FILE_BYTES;
-- a writer thread other than the first loses its exceptions, so there is one;
-- a file holds one piece of a tensor: a rank that owns two ranges of one tensor must put them into two files;
+- a file holds one piece of a tensor: a rank that has two ranges of one tensor must put them into two files;
 - a global shape is the extent of the pieces found: a lost last file makes a tensor shorter, and loading it an error.
 """
 
+import json
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from dstrain.checkpoint.files import TENSORS, CorruptCheckpoint, require_complete
 from dstrain.checkpoint.progress import byte_progress
+from dstrain.checkpoint.safetensors_file import SafetensorsWriter
 from dstrain.config.errors import InputError
 
-FILE_BYTES = 2**30
+FILE_BYTES = 2**30  # tensors are spread over files of about this size
+SHARDING = "DCP_SHARDING_INFO"  # DCP's key in a file's metadata: name -> offset of its piece
 
-# Saving and loading by one process is what is meant here, not an accident to be told about.
+# Loading by one process is what is meant here, not an accident to be told about.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+@dataclass(frozen=True)
+class Piece:
+    """What one rank has of a tensor: `tensor` lies at `offset` in the global one, which has `shape`."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def __post_init__(self):
+        ends = [first + n for first, n in zip(self.offset, self.tensor.shape, strict=True)]
+        if any(end > n for end, n in zip(ends, self.shape, strict=True)):
+            raise ValueError(f"a piece {list(self.tensor.shape)} at {self.offset} leaves its tensor {self.shape}")
+
+
+Tensors = dict[str, Tensor | Piece]  # a Tensor is whole
+
+
+def as_piece(part: Tensor | Piece) -> Piece:
+    return part if isinstance(part, Piece) else Piece(part, tuple(part.shape), (0,) * part.ndim)
+
+
+def write_tensors(folder: Path, tensors: Tensors, rank: int = 0) -> list[str]:
     """Writes CPU tensors of any shape and dtype as safetensors files into `folder/tensors`, and syncs the files.
 
-    Raises what the writing raised, OSError where the disk is full.
+    Each rank writes its own files, under names that no other rank uses. -> their names relative to `folder`.
     """
-    writer = HuggingFaceStorageWriter(
-        str(folder / TENSORS), fqn_to_index_mapping=_file_numbers(tensors), save_distributed=True
-    )
-    # The tensors are in host memory already: copy-ahead would only make this thread open a CUDA context on device 0.
-    writer.per_thread_copy_ahead = 0
-    try:
-        dcp.save(
-            dict(tensors), storage_writer=writer, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True
-        )
-    except CheckpointException as error:
-        raise _cause(error) from None
+    (folder / TENSORS).mkdir(exist_ok=True)
+    files = _files({name: as_piece(part) for name, part in tensors.items()})
+    names = []
+    for number, pieces in enumerate(files, start=1):
+        name = f"{TENSORS}/shard-{rank + 1:05}-model-{number:05}-of-{len(files):05}.safetensors"  # as DCP calls them
+        offsets = {key: {"saved_offsets": list(piece.offset)} for key, piece in pieces.items()}
+        kinds = {key: (tuple(piece.tensor.shape), piece.tensor.dtype) for key, piece in pieces.items()}
+        with SafetensorsWriter(folder / name, kinds, {SHARDING: json.dumps(offsets)}) as writer:
+            for key, piece in pieces.items():
+                writer.write(key, piece.tensor)
+        names.append(name)
+    return names
 
 
 def tensor_names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -74,7 +99,7 @@ def load_tensors(path: Path, into: dict[str, Tensor], prefixes: Sequence[str] = 
     Checksums are not looked at: that is `verify`.
     """
     saved = {name: entry for name, entry in tensor_names(path).items() if name.startswith(tuple(prefixes))}
-    _require_same(path, saved, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in into.items()})
+    require_same(path, saved, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in into.items()})
     for name, tensor in into.items():
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: it has no memory to load into")
@@ -107,18 +132,20 @@ def _cause(error: CheckpointException) -> BaseException:
     return next(iter(error.failures.values()))[0]
 
 
-def _file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Name -> number of its file, from 1: tensors in their order, a new file when FILE_BYTES would be exceeded."""
-    numbers, number, filled = {}, 1, 0
-    for name, tensor in tensors.items():
-        if filled and filled + tensor.nbytes > FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name] = number
-        filled += tensor.nbytes
-    return numbers
+def _files(pieces: dict[str, Piece]) -> list[dict[str, Piece]]:
+    """In their order, a new file when FILE_BYTES would be exceeded."""
+    files, filled = [], 0
+    for name, piece in pieces.items():
+        if not files or filled and filled + piece.tensor.nbytes > FILE_BYTES:
+            files.append({})
+            filled = 0
+        files[-1][name] = piece
+        filled += piece.tensor.nbytes
+    return files
 
 
-def _require_same(path: Path, saved: dict, wanted: dict) -> None:
+def require_same(path: Path, saved: dict, wanted: dict) -> None:
+    """InputError that names the checkpoint and the first keys unless both are the same name -> (shape, dtype)."""
     differ = [
         f"{name}: {_kind(saved[name])} there, {_kind(wanted[name])} here"
         for name in sorted(saved.keys() & wanted.keys())

@@ -13,15 +13,13 @@ import yaml
 from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.hf_tokenizer import CARRIED, TOKENIZER
 from dstrain.checkpoint.store import FILES, CheckpointStore
-from dstrain.checkpoint.weights import MASTER
 from dstrain.config.build import build, plain_of
 from dstrain.config.compose import differences
 from dstrain.config.errors import InputError
 from dstrain.config.schema import ModelConfig, TrainConfig
-from dstrain.model.init import initial_value
 from dstrain.model.model import Model
 from dstrain.train.optimizer import AdamW
-from dstrain.train.state import architecture, load_weights
+from dstrain.train.state import architecture, load_weights, set_initial
 
 DEPTH = "num_nextn_predict_layers"
 
@@ -103,11 +101,10 @@ def start_from(model: Model, optimizer: AdamW, path: Path, seed: int) -> list[st
         )
     shared = range(first + min(depth, stored_depth))
     prefixes = ["lm_head.", "model.embed_tokens.", "model.norm.", *(f"model.layers.{layer}." for layer in shared)]
-    names = [name for name in model.state_dict() if name.startswith(tuple(prefixes))]
-    load_weights(model, optimizer, path, names, {}, [*prefixes, *(MASTER + prefix for prefix in prefixes)])
-    for name, state in optimizer.states.items():
-        if name not in names:
-            optimizer.set_weight(name, initial_value(name, state.parameter.shape, ours, seed, state.master.dtype))
+    load_weights(model, optimizer, path, prefixes)
+    for name in optimizer.states:
+        if not name.startswith(tuple(prefixes)):
+            set_initial(model, optimizer, name, seed)
     return lines
 
 

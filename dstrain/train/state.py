@@ -1,22 +1,38 @@
-"""The state of a run as one tree: tensors by name, and a few integers. What a checkpoint holds is exactly this."""
+"""The state of a run as one tree: tensors by name, and a few integers. What a checkpoint holds is exactly this.
 
+With several ranks each contributes pieces of the same tree, and takes from it what its own layout needs:
+
+    weights, biases          under Hugging Face's names; experts as ranges of the leading dimension
+    optimizer.*              ranges of the flattened tensors
+    rng.cpu, rng.cpu.1, …    the generator of each data rank
+
+So any layout reads what any other wrote. RNG: a data rank continues the stream of its number. Where the checkpoint has
+fewer data ranks, the new ones keep what they were seeded with; where it has more, those streams end.
+"""
+
+import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from dstrain.checkpoint.tensors import tensor_names
-from dstrain.checkpoint.weights import MASTER, load_converted
+from dstrain.checkpoint.progress import byte_progress
+from dstrain.checkpoint.reader import CheckpointReader
+from dstrain.checkpoint.tensors import Piece, Tensors, require_same
+from dstrain.checkpoint.weights import MASTER
 from dstrain.config.schema import ModelConfig, TrainConfig
 from dstrain.model.init import initial_value
 from dstrain.model.model import Model
+from dstrain.parallel.replicas import Replicas
 from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.policy import Precision
-from dstrain.train.optimizer import AdamW
+from dstrain.train.optimizer import AdamW, ParameterState
 
 EXP_AVG, EXP_AVG_SQ = "optimizer.exp_avg.", "optimizer.exp_avg_sq."
 RNG = "rng.cpu"
+BIAS = "e_score_correction_bias"  # no parameter, so it has no optimizer state
 
 
 @dataclass
@@ -34,72 +50,178 @@ class RunState:
         return asdict(self)
 
 
-def build_state(config: TrainConfig, precision: Precision, device: torch.device) -> tuple[Model, AdamW]:
-    """The model on `device` with its gradients, and its optimizer. Weights are not set yet: `initialise` or `restore`."""
+def build_state(
+    config: TrainConfig, precision: Precision, device: torch.device, replicas: Replicas | None = None
+) -> tuple[Model, AdamW]:
+    """The model on `device` with its gradients, and its optimizer. Weights are not set yet: `initialise` or `restore`.
+
+    replicas: which rank holds what, connected; None: this process holds everything.
+    """
     with device:
-        model = Model(config.model, precision.compute, fp8=precision.fp8)
+        share = None if replicas is None else replicas.share
+        model = Model(config.model, precision.compute, share, fp8=precision.fp8)
     attach_main_grads(model, precision.main)
-    return model, AdamW(model, config.optim, precision)
+    return model, AdamW(model, config.optim, precision, replicas)
 
 
-def run_tensors(model: Model, optimizer: AdamW) -> dict[str, torch.Tensor]:
-    """Every tensor of the run: weights and biases under Hugging Face's names, flat optimizer state, RNG."""
-    tensors = dict(model.state_dict())
+def run_tensors(model: Model, optimizer: AdamW) -> Tensors:
+    """This rank's part of every tensor of the run: weights and biases, flat optimizer state, RNG.
+
+    Of copies one rank contributes, in turns, so that all have about as much to write.
+    """
+    replicas, tensors = optimizer.replicas, {}
+    for name, value in model.state_dict().items():
+        ranks = replicas.ranks(name)
+        if ranks[zlib.crc32(name.encode()) % len(ranks)] == replicas.mesh.rank:
+            first = (replicas.first(name), *[0] * (value.ndim - 1))
+            tensors[name] = _part(value, replicas.global_shape(name, value.shape), first)
     for name, state in optimizer.states.items():
-        if state.has_master:
-            tensors[MASTER + name] = state.master
-        tensors[EXP_AVG + name] = state.exp_avg
-        tensors[EXP_AVG_SQ + name] = state.exp_avg_sq
-    tensors[RNG] = torch.get_rng_state()
+        numel = math.prod(replicas.global_shape(name, state.parameter.shape))
+        kinds = [(EXP_AVG, state.exp_avg), (EXP_AVG_SQ, state.exp_avg_sq)]
+        for prefix, flat in [(MASTER, state.master), *kinds] if state.has_master else kinds:
+            if len(flat):
+                tensors[prefix + name] = _part(flat, (numel,), (_begin(replicas, name, state) + state.first,))
+    if replicas.mesh.pp_rank == 0:
+        tensors[rng_name(replicas.mesh.data_rank)] = torch.get_rng_state()
     return tensors
+
+
+def rng_name(data_rank: int) -> str:
+    return f"{RNG}.{data_rank}" if data_rank else RNG
 
 
 def initialise(model: Model, optimizer: AdamW, seed: int) -> None:
     """Initial weights by (seed, name); biases are 0 already."""
-    for name, state in optimizer.states.items():
-        value = initial_value(name, state.parameter.shape, model.config, seed, state.master.dtype)
-        optimizer.set_weight(name, value)
+    for name in optimizer.states:
+        set_initial(model, optimizer, name, seed)
+
+
+def set_initial(model: Model, optimizer: AdamW, name: str, seed: int) -> None:
+    """Set one parameter to its initial value."""
+    state, first = optimizer.states[name], optimizer.replicas.first(name)
+    value = initial_value(name, state.parameter.shape, model.config, seed, state.master.dtype, first)
+    optimizer.set_weight(name, value)
 
 
 def restore(model: Model, optimizer: AdamW, path: Path) -> None:
-    """Fill model, optimizer and RNG from the checkpoint at `path`, which may have been written in another precision."""
-    weights = model.state_dict()
-    others = {
-        name: tensor
-        for name, tensor in run_tensors(model, optimizer).items()
-        if name not in weights and not name.startswith(MASTER)
-    }
-    load_weights(model, optimizer, path, list(weights), others)
-    torch.set_rng_state(others[RNG])
+    """Fill model, optimizer and RNG from the checkpoint at `path`, written in any layout and any precision.
 
-
-def load_weights(
-    model: Model,
-    optimizer: AdamW,
-    path: Path,
-    names: list[str],
-    others: dict[str, torch.Tensor],
-    prefixes: Sequence[str] = ("",),
-) -> None:
-    """Fill the weights and biases `names` with their masters, and the tensors `others`, from the checkpoint at `path`.
-
-    Together these must be all the tensors there that begin with one of `prefixes`. Weights may be of any float type.
+    All ranks call this; where the checkpoint is bad for one of them, none goes on.
     """
-    stored, weights = tensor_names(path), model.state_dict()
-    tensors = {**others, **{name: weights[name] for name in names}}
-    trained = [name for name in names if name in optimizer.states]
-    for name in trained:
-        # A master is stored only where the weight was narrower, and then it is the truth and the weight its rounding;
-        # else the weight fills the master, which keeps whatever precision it was stored in.
-        master = optimizer.states[name].master
-        if MASTER + name in stored:
-            tensors[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)
-            tensors[MASTER + name] = master
-        else:
-            tensors[name] = master.view(weights[name].shape)
-    load_converted(path, tensors, prefixes)
-    for name in trained:
-        optimizer.set_weight(name, optimizer.states[name].master)
+    mesh, reader = optimizer.replicas.mesh, _open(optimizer, path)
+    generator = torch.get_rng_state()
+
+    def load():
+        weights = whole_kinds(model)
+        trained = {name: math.prod(shape) for name, (shape, _) in weights.items() if not name.endswith(BIAS)}
+        moments = {
+            prefix + name: ((numel,), torch.float32) for name, numel in trained.items() for prefix in (EXP_AVG, EXP_AVG_SQ)
+        }
+        _require(reader, {**weights, **moments, RNG: (tuple(generator.shape), generator.dtype)}, ("",))
+        _fill(model, optimizer, reader, list(model.state_dict()), moments=True)
+        if rng_name(mesh.data_rank) in reader.kinds:
+            reader.fill(rng_name(mesh.data_rank), generator)
+
+    mesh.host_group.together(load, f"loading {path}")
+    torch.set_rng_state(generator)
+
+
+def load_weights(model: Model, optimizer: AdamW, path: Path, prefixes: Sequence[str]) -> None:
+    """Fill the weights and biases whose names begin with one of `prefixes`, with their masters, from a checkpoint.
+
+    These must be, in the whole model, all that the checkpoint has of such names. Weights may be of any float type.
+    """
+    reader, prefixes = _open(optimizer, path), tuple(prefixes)
+
+    def load():
+        wanted = {name: kind for name, kind in whole_kinds(model).items() if name.startswith(prefixes)}
+        _require(reader, wanted, prefixes)
+        _fill(model, optimizer, reader, [name for name in model.state_dict() if name in wanted], moments=False)
+
+    optimizer.replicas.mesh.host_group.together(load, f"loading {path}")
+
+
+def whole_kinds(model: Model) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> (shape, dtype) of every weight and bias of the whole model that `model` may be a share of."""
+    with torch.device("meta"):
+        whole = Model(model.config, model.dtype)
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.state_dict().items()}
+
+
+def _part(tensor: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...]) -> torch.Tensor | Piece:
+    return tensor if tuple(tensor.shape) == shape else Piece(tensor, shape, offset)
+
+
+def _begin(replicas: Replicas, name: str, state: ParameterState) -> int:
+    """Where this rank's parameter begins in the flattened global one."""
+    return replicas.first(name) * math.prod(state.parameter.shape[1:])
+
+
+def _open(optimizer: AdamW, path: Path) -> CheckpointReader:
+    """The checkpoint's index, read by the first rank for all."""
+    host = optimizer.replicas.mesh.host_group
+    reader = host.together(lambda: CheckpointReader(path) if host.index == 0 else None, f"the index of {path}")
+    return host.first_object(reader, f"the index of {path}")
+
+
+def _require(reader: CheckpointReader, wanted: dict, prefixes: tuple[str, ...]) -> None:
+    """InputError unless the checkpoint has exactly `wanted` under `prefixes`; float types may differ.
+
+    Beside these a checkpoint has masters of weights that were narrower than the main type, and one RNG a data rank.
+    """
+    stored = reader.kinds
+    masters = {
+        MASTER + name: ((math.prod(shape),), stored[MASTER + name][1])
+        for name, (shape, _) in wanted.items() if MASTER + name in stored
+    }
+    prefixes = (*prefixes, *(MASTER + prefix for prefix in prefixes))
+    saved = {
+        name: kind for name, kind in stored.items() if name.startswith(prefixes) and not name.startswith(RNG + ".")
+    }
+    both_float = {
+        name: (shape, stored[name][1])
+        for name, (shape, dtype) in wanted.items()
+        if name in stored and dtype.is_floating_point and stored[name][1].is_floating_point
+    }
+    require_same(reader.path, saved, {**wanted, **both_float, **masters})
+
+
+def _fill(model: Model, optimizer: AdamW, reader: CheckpointReader, names: list[str], moments: bool) -> None:
+    """Read what this rank has of these weights and biases, and with `moments` of their optimizer state."""
+    replicas, tensors = optimizer.replicas, model.state_dict()
+    total = sum(tensors[name].nbytes for name in names) if replicas.mesh.rank == 0 else 0
+    with byte_progress(f"loading {reader.path.name}", total) as advance:
+        for name in names:
+            if name not in optimizer.states:
+                reader.fill(name, tensors[name], replicas.first(name))
+                continue
+            state = optimizer.states[name]
+            begin = _begin(replicas, name, state)
+            _fill_weight(reader, name, state, begin)
+            if moments:
+                reader.fill_range(EXP_AVG + name, state.exp_avg, begin + state.first)
+                reader.fill_range(EXP_AVG_SQ + name, state.exp_avg_sq, begin + state.first)
+            advance(tensors[name].nbytes)
+
+
+def _fill_weight(reader: CheckpointReader, name: str, state: ParameterState, begin: int) -> None:
+    """A parameter, which begins at element `begin` of the flattened global one, and this rank's range of its master.
+
+    A master is stored only where the weight was narrower, and then it is the truth and the weight its rounding; else the
+    weight is the truth, in whatever precision it was stored.
+    """
+    truth = MASTER + name if MASTER + name in reader.kinds else name
+    parameter = state.parameter.detach().view(-1)
+    if not state.has_master:
+        reader.fill_range(truth, parameter, begin)
+        return
+    reader.fill_range(truth, state.master, begin + state.first)
+    if reader.kinds[name][1] == parameter.dtype:
+        reader.fill_range(name, parameter, begin)
+        return
+    wide = torch.empty(parameter.shape, dtype=state.master.dtype)  # so that it is the rounding of the master
+    reader.fill_range(truth, wide, begin)
+    parameter.copy_(wide)
 
 
 def architecture(config: ModelConfig) -> dict:

@@ -1,0 +1,171 @@
+"""E4M3 in 1x128 and 128x1 tiles: `fp8_tiles` as kernels, which write both orientations from one read.
+
+Columns of experts come in a layout of their own: every tile is filled up with zeros to 128, [cols, 128 · tiles] (see
+`fill_tiles`), so that a product finds each tile at a whole 16 bytes wherever the experts' rows end.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dstrain.precision.fp8_scales import FP8, TILE
+from dstrain.precision.fp8_tiles import column_tiles, tile_of_row
+from dstrain.precision.kernels.formats import E4M3, magnitude, scale_of, to_e4m3
+
+ROWS = 32  # rows of 128 that one program of the row kernels takes
+
+
+@triton.jit
+def quantize_rows_kernel(x, codes, scales, rows, cols, x_stride, tiles, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
+    inside = (row < rows) & (column < cols)
+    values = tl.load(x + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(magnitude(values), axis=1, keep_dims=True), POWER_OF_TWO, E4M3)
+    tl.store(codes + row.to(tl.int64) * cols + column, to_e4m3(values, scale, POWER_OF_TWO), mask=inside)
+    tl.store(scales + row.to(tl.int64) * tiles + tl.program_id(1), scale, mask=row < rows)
+
+
+def quantize_rows(x: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fp8_tiles.quantize_rows`: x [rows, cols] FP32 or BF16 -> E4M3 [rows, cols], FP32 scale [rows, ⌈cols/128⌉]."""
+    (rows, cols), tiles = x.shape, -(-x.shape[1] // TILE)
+    codes, scales = x.new_empty(rows, cols, dtype=FP8), x.new_empty(rows, tiles, dtype=torch.float32)
+    if x.numel():
+        grid = (triton.cdiv(rows, ROWS), tiles)
+        quantize_rows_kernel[grid](x, codes, scales, rows, cols, x.stride(0), tiles, power_of_two, ROWS)
+    return codes, scales
+
+
+@triton.jit
+def dequantize_rows_kernel(codes, scales, out, rows, cols, tiles, ROWS: tl.constexpr):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
+    place, inside = row.to(tl.int64) * cols + column, (row < rows) & (column < cols)
+    scale = tl.load(scales + row.to(tl.int64) * tiles + tl.program_id(1), mask=row < rows, other=0.0)
+    values = tl.load(codes + place, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`fp8_tiles.dequantize_rows`: codes [rows, cols], scale [rows, ⌈cols/128⌉] -> [rows, cols] in `dtype`."""
+    (rows, cols), tiles = codes.shape, scale.shape[1]
+    out = torch.empty(rows, cols, dtype=dtype, device=codes.device)
+    if codes.numel():
+        grid = (triton.cdiv(rows, ROWS), tiles)
+        dequantize_rows_kernel[grid](codes.contiguous(), scale.contiguous(), out, rows, cols, tiles, ROWS)
+    return out
+
+
+@triton.jit
+def rows_of_tile(tile, offsets, experts, rows, EXPERTS: tl.constexpr):
+    """The tile's first row and how many of the 128 from there on are its own (none or fewer: a gap)."""
+    if EXPERTS == 0:
+        first = tile * 128
+        return first, rows - first
+    else:
+        expert = tl.arange(0, EXPERTS)
+        ends = tl.load(offsets + expert, mask=expert < experts, other=0)
+        begins = tl.load(offsets + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
+        first_tile = begins // 128 + expert  # grows with the expert
+        mine = tl.sum(((first_tile <= tile) & (expert < experts)).to(tl.int32), axis=0) - 1
+        this = expert == mine
+        first = tl.sum(tl.where(this, begins + (tile - first_tile) * 128, 0), axis=0)
+        return first, tl.sum(tl.where(this, ends, 0), axis=0) - first
+
+
+@triton.jit
+def write_columns(
+    values, codes, scales, tile, first, rows_left, cols, codes_stride, tiles,
+    POWER_OF_TWO: tl.constexpr, FILL: tl.constexpr,
+):
+    """Quantise values FP32 [128 rows, 128 columns], zero outside, by columns and write them transposed."""
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    scale = scale_of(tl.max(magnitude(values), axis=0, keep_dims=True), POWER_OF_TWO, E4M3)
+    tl.store(scales + column[None, :].to(tl.int64) * tiles + tile, scale, mask=column[None, :] < cols)
+    turned = tl.trans(to_e4m3(values, scale, POWER_OF_TWO))
+    row, inside = tl.arange(0, 128)[None, :], column[:, None] < cols
+    place = codes + column[:, None].to(tl.int64) * codes_stride + row
+    if FILL:  # zeros, not NaN, also where the scale is NaN
+        filled = tl.where(row < rows_left, turned, tl.zeros((128, 128), tl.float8e4nv))
+        tl.store(place + tile * 128, filled, mask=inside)
+    else:
+        tl.store(place + first, turned, mask=inside & (row < rows_left))
+
+
+@triton.jit
+def quantize_columns_kernel(
+    x, x_scales, row_codes, row_scales, column_codes, column_scales, offsets, experts, rows, cols, x_stride, x_tiles,
+    column_stride, tiles,
+    POWER_OF_TWO: tl.constexpr, DEQUANTIZE: tl.constexpr, BOTH: tl.constexpr, EXPERTS: tl.constexpr,
+):
+    """One 128x128 tile of x. DEQUANTIZE: x is E4M3 with x_scales. BOTH: write rows too."""
+    tile = tl.program_id(0)
+    first, rows_left = rows_of_tile(tile, offsets, experts, rows, EXPERTS)
+    row, column = tl.arange(0, 128)[:, None], (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
+    inside = (row < rows_left) & (column < cols)
+    place = (first + row).to(tl.int64)
+    values = tl.load(x + place * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if DEQUANTIZE:
+        values *= tl.load(x_scales + place * x_tiles + tl.program_id(1), mask=row < rows_left, other=0.0)
+    if BOTH:
+        scale = scale_of(tl.max(magnitude(values), axis=1, keep_dims=True), POWER_OF_TWO, E4M3)
+        tl.store(row_codes + place * cols + column, to_e4m3(values, scale, POWER_OF_TWO), mask=inside)
+        tl.store(row_scales + place * x_tiles + tl.program_id(1), scale, mask=row < rows_left)
+    write_columns(
+        values, column_codes, column_scales, tile, first, rows_left, cols, column_stride, tiles,
+        POWER_OF_TWO, EXPERTS > 0,
+    )
+
+
+def quantize_columns(
+    x: torch.Tensor, offsets: torch.Tensor | None = None, power_of_two: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fp8_tiles.quantize_columns`, with offsets its `fill_tiles`: -> E4M3 [cols, rows or 128 · tiles], scale [cols, tiles]."""
+    return _columns(x, None, offsets, power_of_two)[1]
+
+
+def quantize_both(
+    x: torch.Tensor, offsets: torch.Tensor | None = None, power_of_two: bool = True
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """`quantize_rows` and `quantize_columns` from one read of x. Rows that belong to no expert are left unwritten."""
+    return _columns(x, None, offsets, power_of_two, both=True)
+
+
+def requantize_columns(
+    codes: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor | None = None, power_of_two: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fp8_tiles.requantize_columns`, with offsets its `fill_tiles`: codes [rows, cols] in 1x128 tiles -> 128x1 tiles."""
+    return _columns(codes, scale.contiguous(), offsets, power_of_two)[1]
+
+
+def _columns(x, x_scales, offsets, power_of_two, both=False):
+    (rows, cols), x_tiles, tiles = x.shape, -(-x.shape[1] // TILE), column_tiles(x.shape[0], offsets)
+    new, wide = (lambda *size: x.new_empty(*size, dtype=FP8)), (lambda *size: x.new_empty(*size, dtype=torch.float32))
+    row_codes, row_scales = (new(rows, cols), wide(rows, x_tiles)) if both else (None, None)
+    stride, experts = (rows, 0) if offsets is None else (tiles * TILE, len(offsets))
+    column_codes, column_scales = new(cols, stride), wide(cols, tiles)
+    if tiles and cols:
+        quantize_columns_kernel[(tiles, x_tiles)](
+            x, x_scales, row_codes, row_scales, column_codes, column_scales, offsets, experts, rows, cols,
+            x.stride(0), x_tiles, stride, tiles,
+            POWER_OF_TWO=power_of_two, DEQUANTIZE=x_scales is not None, BOTH=both,
+            EXPERTS=triton.next_power_of_2(experts) if experts else 0, num_warps=8,
+        )
+    return (row_codes, row_scales), (column_codes, column_scales)
+
+
+def fill_tiles(codes: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Columns of experts as `fp8_tiles` lays them out, E4M3 [cols, rows] -> [cols, 128 · tiles], a tile at every 128.
+
+    Plain PyTorch. Places of a tile that no row has, and tiles without rows, hold zeros.
+    """
+    rows = codes.shape[1]
+    tile = tile_of_row(rows, offsets, codes.device)
+    row = torch.arange(rows, device=codes.device)
+    begins = torch.cat((offsets.new_zeros(1), offsets)).long()
+    expert = torch.searchsorted(offsets.long(), row, right=True)
+    known = row[expert < len(offsets)]
+    place = tile[known] * TILE + (known - begins[expert[known]]) % TILE
+    filled = codes.new_zeros(codes.shape[0], column_tiles(rows, offsets) * TILE, dtype=torch.uint8)
+    filled[:, place] = codes.view(torch.uint8)[:, known]
+    return filled.view(FP8)

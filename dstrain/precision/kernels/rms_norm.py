@@ -18,7 +18,8 @@ def rms_norm_kernel(
     column = tile * 128 + tl.arange(0, 128)[None, :]
     inside = column < cols
     values = tl.load(x + row * cols + column, mask=inside, other=0.0)
-    compute, values = values.dtype, values.to(tl.float32)
+    compute = values.dtype
+    values = values.to(tl.float32)
     mean = tl.sum(tl.sum(values * values, axis=1, keep_dims=True), axis=0, keep_dims=True) / cols
     inverse = tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.sqrt_rn(mean + eps))
     tl.store(inverse_rms + row + tl.zeros((1, 1), tl.int32), inverse)

@@ -14,18 +14,10 @@ import triton.language as tl
 
 from dstrain.precision.fp8_scales import FP8, TILE
 from dstrain.precision.fp8_tiles import column_tiles
-from dstrain.precision.kernels.formats import E4M3, magnitude, scale_of, to_e4m3
-from dstrain.precision.kernels.tiles import ROWS, rows_of_tile, write_columns
+from dstrain.precision.kernels.tiles import ROWS, rows_of_tile, write_columns, write_rows
 
+WIDTH = 64  # columns of 128 rows that one program takes backward; 128 of all that it computes would spill
 Codes = tuple[torch.Tensor, torch.Tensor]  # E4M3 and its FP32 scales
-
-
-@triton.jit
-def write_rows(values, codes, scales, row, rows, column, cols, tiles, POWER_OF_TWO: tl.constexpr):
-    """Quantise values FP32 [·, 128], zero outside, by rows and write them at `row` [·, 1] int64, where it is < rows."""
-    scale = scale_of(tl.max(magnitude(values), axis=1, keep_dims=True), POWER_OF_TWO, E4M3)
-    tl.store(codes + row * cols + column, to_e4m3(values, scale, POWER_OF_TWO), mask=(row < rows) & (column < cols))
-    tl.store(scales + row * tiles + tl.program_id(1), scale, mask=row < rows)
 
 
 @triton.jit
@@ -33,18 +25,22 @@ def swiglu_kernel(
     gate, up, weight, out, out_scales, gate_codes, gate_scales, up_codes, up_scales, rows, cols, tiles,
     POWER_OF_TWO: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    column = (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
-    inside, place = (row < rows) & (column < cols), row * cols + column
-    g, u = tl.load(gate + place, mask=inside, other=0.0), tl.load(up + place, mask=inside, other=0.0)
-    compute = g.dtype
-    g, u = g.to(tl.float32), u.to(tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row, column = tl.arange(0, ROWS)[:, None], (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
+    rows_left = rows - tl.program_id(0) * ROWS
+    inside, place = (row < rows_left) & (column < cols), row * cols + column
+    start, scale_start = first * cols, first * tiles + tl.program_id(1)
+    g, u = tl.load(gate + start + place, mask=inside, other=0.0), tl.load(up + start + place, mask=inside, other=0.0)
+    compute = gate.dtype.element_ty
+    g = g.to(tl.float32)
+    u = u.to(tl.float32)
     product = tl.sigmoid(g) * g * u
     if WEIGHTED:
-        product *= tl.load(weight + row, mask=row < rows, other=0.0)
-    write_rows(product.to(compute).to(tl.float32), out, out_scales, row, rows, column, cols, tiles, POWER_OF_TWO)
-    write_rows(g, gate_codes, gate_scales, row, rows, column, cols, tiles, POWER_OF_TWO)
-    write_rows(u, up_codes, up_scales, row, rows, column, cols, tiles, POWER_OF_TWO)
+        product *= tl.load(weight + first + row, mask=row < rows_left, other=0.0)
+    product = product.to(compute).to(tl.float32)
+    write_rows(product, out + start, out_scales + scale_start, row, rows_left, column, cols, tiles, POWER_OF_TWO)
+    write_rows(g, gate_codes + start, gate_scales + scale_start, row, rows_left, column, cols, tiles, POWER_OF_TWO)
+    write_rows(u, up_codes + start, up_scales + scale_start, row, rows_left, column, cols, tiles, POWER_OF_TWO)
 
 
 def swiglu_quantize(
@@ -64,48 +60,71 @@ def swiglu_quantize(
 
 
 @triton.jit
-def swiglu_backward_kernel(
-    grad, gate_codes, gate_scales, up_codes, up_scales, weight, out, out_scales,
-    gate_rows, gate_row_scales, gate_columns, gate_column_scales, up_rows, up_row_scales, up_columns, up_column_scales,
-    weight_parts, offsets, experts, rows, cols, tiles, column_stride, column_tiles,
-    POWER_OF_TWO: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr,
+def kept(codes, scales, place, scale_place, inside, inside_rows, compute: tl.constexpr):
+    """What forward kept of an input: FP32 values of the compute type, as if they had never been quantised."""
+    values = tl.load(codes + place, mask=inside, other=0.0).to(tl.float32)
+    return (values * tl.load(scales + scale_place, mask=inside_rows, other=0.0)).to(compute).to(tl.float32)
+
+
+@triton.jit
+def swiglu_backward_rows_kernel(
+    grad, gate_codes, gate_scales, up_codes, up_scales, weight, dgate, dgate_scales, dup, dup_scales, weight_parts,
+    rows, cols, tiles, POWER_OF_TWO: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
+):
+    first, rows_left = tl.program_id(0).to(tl.int64) * ROWS, rows - tl.program_id(0) * ROWS
+    row, column = tl.arange(0, ROWS)[:, None], (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
+    inside_rows, inside = row < rows_left, (row < rows_left) & (column < cols)
+    start, scale_start = first * cols, first * tiles + tl.program_id(1)
+    place, scale_place = row * cols + column, row * tiles
+    compute = grad.dtype.element_ty
+    g = kept(gate_codes + start, gate_scales + scale_start, place, scale_place, inside, inside_rows, compute)
+    u = kept(up_codes + start, up_scales + scale_start, place, scale_place, inside, inside_rows, compute)
+    dy = tl.load(grad + start + place, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(g)
+    silu = sigmoid * g
+    if WEIGHTED:
+        tl.store(weight_parts + scale_start + scale_place, tl.sum(silu * u * dy, axis=1, keep_dims=True), mask=inside_rows)
+        dy *= tl.load(weight + first + row, mask=inside_rows, other=0.0)
+    result = (dy * u * (sigmoid * (1 + g * (1 - sigmoid)))).to(compute).to(tl.float32)
+    write_rows(result, dgate + start, dgate_scales + scale_start, row, rows_left, column, cols, tiles, POWER_OF_TWO)
+    result = (dy * silu).to(compute).to(tl.float32)
+    write_rows(result, dup + start, dup_scales + scale_start, row, rows_left, column, cols, tiles, POWER_OF_TWO)
+
+
+@triton.jit
+def swiglu_backward_columns_kernel(
+    grad, gate_codes, gate_scales, up_codes, up_scales, weight, out, out_scales, dgate, dgate_scales, dup, dup_scales,
+    offsets, experts, rows, cols, tiles, column_stride, column_tiles,
+    POWER_OF_TWO: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
 ):
     tile = tl.program_id(0)
     first, rows_left = rows_of_tile(tile, offsets, experts, rows, EXPERTS)
-    column = (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
-    row = (first + tl.arange(0, 128))[:, None].to(tl.int64)
-    end = first + tl.minimum(rows_left, 128)
-    inside, place, scale_place = (row < end) & (column < cols), row * cols + column, row * tiles + tl.program_id(1)
-    dy = tl.load(grad + place, mask=inside, other=0.0)
-    compute = dy.dtype
-    dy = dy.to(tl.float32)
-    g = tl.load(gate_codes + place, mask=inside, other=0.0).to(tl.float32)
-    g = (g * tl.load(gate_scales + scale_place, mask=row < end, other=0.0)).to(compute).to(tl.float32)
-    u = tl.load(up_codes + place, mask=inside, other=0.0).to(tl.float32)
-    u = (u * tl.load(up_scales + scale_place, mask=row < end, other=0.0)).to(compute).to(tl.float32)
+    row, column = tl.arange(0, 128)[:, None], (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
+    inside_rows, inside = row < rows_left, (row < rows_left) & (column < cols)
+    start, scale_start = first.to(tl.int64) * cols, first.to(tl.int64) * tiles + tl.program_id(1) * WIDTH // 128
+    place, scale_place = row * cols + column, row * tiles
+    compute = grad.dtype.element_ty
+    g = kept(gate_codes + start, gate_scales + scale_start, place, scale_place, inside, inside_rows, compute)
+    u = kept(up_codes + start, up_scales + scale_start, place, scale_place, inside, inside_rows, compute)
+    dy = tl.load(grad + start + place, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(g)
     silu = sigmoid * g
     product = silu * u
     if WEIGHTED:
-        tl.store(weight_parts + scale_place, tl.sum(product * dy, axis=1, keep_dims=True), mask=row < end)
-        w = tl.load(weight + row, mask=row < end, other=0.0)
+        w = tl.load(weight + first + row, mask=inside_rows, other=0.0)
         product *= w
         dy *= w
-    product = product.to(compute).to(tl.float32)
     write_columns(
-        product, out, out_scales, tile, first, rows_left, cols, column_stride, column_tiles, POWER_OF_TWO, EXPERTS > 0
+        product.to(compute).to(tl.float32), out, out_scales, tile, first, rows_left, cols, column_stride, column_tiles,
+        POWER_OF_TWO, EXPERTS > 0, WIDTH,
     )
-    dgate = (dy * u * (sigmoid * (1 + g * (1 - sigmoid)))).to(compute).to(tl.float32)
-    write_rows(dgate, gate_rows, gate_row_scales, row, end, column, cols, tiles, POWER_OF_TWO)
     write_columns(
-        dgate, gate_columns, gate_column_scales, tile, first, rows_left, cols, column_stride, column_tiles,
-        POWER_OF_TWO, EXPERTS > 0,
+        (dy * u * (sigmoid * (1 + g * (1 - sigmoid)))).to(compute).to(tl.float32), dgate, dgate_scales,
+        tile, first, rows_left, cols, column_stride, column_tiles, POWER_OF_TWO, EXPERTS > 0, WIDTH,
     )
-    dup = (dy * silu).to(compute).to(tl.float32)
-    write_rows(dup, up_rows, up_row_scales, row, end, column, cols, tiles, POWER_OF_TWO)
     write_columns(
-        dup, up_columns, up_column_scales, tile, first, rows_left, cols, column_stride, column_tiles,
-        POWER_OF_TWO, EXPERTS > 0,
+        (dy * silu).to(compute).to(tl.float32), dup, dup_scales, tile, first, rows_left, cols,
+        column_stride, column_tiles, POWER_OF_TWO, EXPERTS > 0, WIDTH,
     )
 
 
@@ -116,7 +135,7 @@ def swiglu_backward_quantize(
     """grad [rows, n] BF16 or FP32 of the weighted product; gate, up as forward kept them.
 
     -> the product in columns; dgate and dup each in rows and in columns; dweight FP32 [rows] or None. Columns are those
-    of `tiles.quantize_columns` for `offsets`; rows that belong to no expert are left unwritten.
+    of `tiles.quantize_columns` for `offsets`.
     """
     (rows, cols), tiles, columns = grad.shape, -(-grad.shape[1] // TILE), column_tiles(grad.shape[0], offsets)
     stride, experts = (rows, 0) if offsets is None else (columns * TILE, len(offsets))
@@ -124,12 +143,16 @@ def swiglu_backward_quantize(
     by_rows = [(new(rows, cols), wide(rows, tiles)) for _ in range(2)]
     by_columns = [(new(cols, stride), wide(cols, columns)) for _ in range(3)]
     parts = None if weight is None else wide(rows, tiles)
-    if columns and cols:
-        swiglu_backward_kernel[(columns, tiles)](
-            grad, *gate, *up, weight, *by_columns[0], *by_rows[0], *by_columns[1], *by_rows[1], *by_columns[2], parts,
-            offsets, experts, rows, cols, tiles, stride, columns,
-            POWER_OF_TWO=power_of_two, WEIGHTED=weight is not None,
-            EXPERTS=triton.next_power_of_2(experts) if experts else 0, num_warps=8,
+    if rows and cols:
+        inputs = (grad, *gate, *up, weight)
+        swiglu_backward_rows_kernel[(triton.cdiv(rows, ROWS), tiles)](
+            *inputs, *by_rows[0], *by_rows[1], parts, rows, cols, tiles,
+            POWER_OF_TWO=power_of_two, WEIGHTED=weight is not None, ROWS=ROWS,
+        )
+        swiglu_backward_columns_kernel[(columns, triton.cdiv(cols, WIDTH))](
+            *inputs, *by_columns[0], *by_columns[1], *by_columns[2],
+            offsets, experts, rows, cols, tiles, stride, columns, POWER_OF_TWO=power_of_two, WEIGHTED=weight is not None,
+            EXPERTS=triton.next_power_of_2(experts) if experts else 0, WIDTH=WIDTH, num_warps=8,
         )
     dweight = None if parts is None else parts.sum(-1)
     return by_columns[0], (by_rows[0], by_columns[1]), (by_rows[1], by_columns[2]), dweight

@@ -16,14 +16,25 @@ ROWS = 32  # rows of 128 that one program of the row kernels takes
 
 
 @triton.jit
-def quantize_rows_kernel(x, codes, scales, rows, cols, x_stride, tiles, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    column = (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
-    inside = (row < rows) & (column < cols)
-    values = tl.load(x + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+def write_rows(values, codes, scales, row, rows_left, column, cols, tiles, POWER_OF_TWO: tl.constexpr):
+    """Quantise values FP32 [·, 128], zero outside, by rows and write them from the pointers' row on.
+
+    `codes` points at column 0, `scales` at the tile. Addresses from a row on fit into 32 bits; that of the row does not.
+    """
     scale = scale_of(tl.max(magnitude(values), axis=1, keep_dims=True), POWER_OF_TWO, E4M3)
-    tl.store(codes + row.to(tl.int64) * cols + column, to_e4m3(values, scale, POWER_OF_TWO), mask=inside)
-    tl.store(scales + row.to(tl.int64) * tiles + tl.program_id(1), scale, mask=row < rows)
+    inside = (row < rows_left) & (column < cols)
+    tl.store(codes + row * cols + column, to_e4m3(values, scale, POWER_OF_TWO), mask=inside)
+    tl.store(scales + row * tiles, scale, mask=row < rows_left)
+
+
+@triton.jit
+def quantize_rows_kernel(x, codes, scales, rows, cols, x_stride, tiles, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr):
+    first, rows_left = tl.program_id(0).to(tl.int64) * ROWS, rows - tl.program_id(0) * ROWS
+    row, column = tl.arange(0, ROWS)[:, None], (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
+    inside = (row < rows_left) & (column < cols)
+    values = tl.load(x + first * x_stride + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scales += first * tiles + tl.program_id(1)
+    write_rows(values, codes + first * cols, scales, row, rows_left, column, cols, tiles, POWER_OF_TWO)
 
 
 def quantize_rows(x: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,12 +49,12 @@ def quantize_rows(x: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Ten
 
 @triton.jit
 def dequantize_rows_kernel(codes, scales, out, rows, cols, tiles, ROWS: tl.constexpr):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    column = (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
-    place, inside = row.to(tl.int64) * cols + column, (row < rows) & (column < cols)
-    scale = tl.load(scales + row.to(tl.int64) * tiles + tl.program_id(1), mask=row < rows, other=0.0)
-    values = tl.load(codes + place, mask=inside, other=0.0).to(tl.float32) * scale
-    tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
+    first, rows_left = tl.program_id(0).to(tl.int64) * ROWS, rows - tl.program_id(0) * ROWS
+    row, column = tl.arange(0, ROWS)[:, None], (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
+    place, inside = row * cols + column, (row < rows_left) & (column < cols)
+    scale = tl.load(scales + first * tiles + tl.program_id(1) + row * tiles, mask=row < rows_left, other=0.0)
+    values = tl.load(codes + first * cols + place, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + first * cols + place, values.to(out.dtype.element_ty), mask=inside)
 
 
 def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -76,20 +87,22 @@ def rows_of_tile(tile, offsets, experts, rows, EXPERTS: tl.constexpr):
 @triton.jit
 def write_columns(
     values, codes, scales, tile, first, rows_left, cols, codes_stride, tiles,
-    POWER_OF_TWO: tl.constexpr, FILL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, FILL: tl.constexpr, WIDTH: tl.constexpr = 128,
 ):
-    """Quantise values FP32 [128 rows, 128 columns], zero outside, by columns and write them transposed."""
-    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    """Quantise values FP32 [128 rows, WIDTH columns], zero outside, by columns and write them transposed."""
+    first_column, columns_left = tl.program_id(1).to(tl.int64) * WIDTH, cols - tl.program_id(1) * WIDTH
+    column, turned_column = tl.arange(0, WIDTH)[None, :], tl.arange(0, WIDTH)[:, None]
+    turned_row = tl.arange(0, 128)[None, :]
     scale = scale_of(tl.max(magnitude(values), axis=0, keep_dims=True), POWER_OF_TWO, E4M3)
-    tl.store(scales + column[None, :].to(tl.int64) * tiles + tile, scale, mask=column[None, :] < cols)
-    turned = tl.trans(to_e4m3(values, scale, POWER_OF_TWO))
-    row, inside = tl.arange(0, 128)[None, :], column[:, None] < cols
-    place = codes + column[:, None].to(tl.int64) * codes_stride + row
+    tl.store(scales + first_column * tiles + tile + column * tiles, scale, mask=column < columns_left)
+    turned, inside = tl.trans(to_e4m3(values, scale, POWER_OF_TWO)), turned_column < columns_left
+    codes += first_column * codes_stride + (tile * 128 if FILL else first)
+    # 128 columns of up to 2^24 rows each: 32 bits hold these addresses
+    place = codes + turned_column * codes_stride + turned_row
     if FILL:  # zeros, not NaN, also where the scale is NaN
-        filled = tl.where(row < rows_left, turned, tl.zeros((128, 128), tl.float8e4nv))
-        tl.store(place + tile * 128, filled, mask=inside)
+        tl.store(place, tl.where(turned_row < rows_left, turned, tl.zeros((WIDTH, 128), tl.float8e4nv)), mask=inside)
     else:
-        tl.store(place + first, turned, mask=inside & (row < rows_left))
+        tl.store(place, turned, mask=inside & (turned_row < rows_left))
 
 
 @triton.jit
@@ -103,14 +116,14 @@ def quantize_columns_kernel(
     first, rows_left = rows_of_tile(tile, offsets, experts, rows, EXPERTS)
     row, column = tl.arange(0, 128)[:, None], (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
     inside = (row < rows_left) & (column < cols)
-    place = (first + row).to(tl.int64)
-    values = tl.load(x + place * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    start, scale_start = first.to(tl.int64), first.to(tl.int64) * x_tiles + tl.program_id(1)
+    values = tl.load(x + start * x_stride + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if DEQUANTIZE:
-        values *= tl.load(x_scales + place * x_tiles + tl.program_id(1), mask=row < rows_left, other=0.0)
+        values *= tl.load(x_scales + scale_start + row * x_tiles, mask=row < rows_left, other=0.0)
     if BOTH:
-        scale = scale_of(tl.max(magnitude(values), axis=1, keep_dims=True), POWER_OF_TWO, E4M3)
-        tl.store(row_codes + place * cols + column, to_e4m3(values, scale, POWER_OF_TWO), mask=inside)
-        tl.store(row_scales + place * x_tiles + tl.program_id(1), scale, mask=row < rows_left)
+        write_rows(
+            values, row_codes + start * cols, row_scales + scale_start, row, rows_left, column, cols, x_tiles, POWER_OF_TWO
+        )
     write_columns(
         values, column_codes, column_scales, tile, first, rows_left, cols, column_stride, tiles,
         POWER_OF_TWO, EXPERTS > 0,

@@ -44,3 +44,10 @@ def _convert_float(data, source, target, rounding_mode):
     cast = values.to(_TYPES[target])
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cast.itemsize]
     return cast.view(whole).numpy().view(_UNSIGNED[cast.itemsize])
+
+
+def interpreted() -> bool:
+    """Whether this process's kernels are interpreted, and so run on any device."""
+    from dstrain.precision.kernels import gemm
+
+    return isinstance(gemm.matmul_kernel, interpreter.InterpretedFunction)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dstrain.precision.fp8_scales import FP8, TILE
-from dstrain.precision.fp8_tiles import column_tiles, tile_of_row
+from dstrain.precision.fp8_tiles import column_tiles, tile_bounds
 from dstrain.precision.kernels.formats import E4M3, magnitude, scale_of, to_e4m3
 
 ROWS = 32  # rows of 128 that one program of the row kernels takes
@@ -173,12 +173,10 @@ def fill_tiles(codes: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     Plain PyTorch. Places of a tile that no row has, and tiles without rows, hold zeros.
     """
     rows = codes.shape[1]
-    tile = tile_of_row(rows, offsets, codes.device)
+    first, _, tile = tile_bounds(rows, offsets, codes.device)
     row = torch.arange(rows, device=codes.device)
-    begins = torch.cat((offsets.new_zeros(1), offsets)).long()
-    expert = torch.searchsorted(offsets.long(), row, right=True)
-    known = row[expert < len(offsets)]
-    place = tile[known] * TILE + (known - begins[expert[known]]) % TILE
-    filled = codes.new_zeros(codes.shape[0], column_tiles(rows, offsets) * TILE, dtype=torch.uint8)
+    known = row[row < offsets[-1]]
+    place = tile[known] * TILE + known - first[tile[known]]
+    filled = codes.new_zeros(codes.shape[0], len(first) * TILE, dtype=torch.uint8)
     filled[:, place] = codes.view(torch.uint8)[:, known]
     return filled.view(FP8)

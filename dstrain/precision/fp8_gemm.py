@@ -107,7 +107,13 @@ class GemmBackend:
 
 
 # Backends by name: module and class. A module is imported only when it is chosen, so a missing package stops nobody else.
-BACKENDS = {"emulated": ("dstrain.precision.backends.emulated", "Emulated")}
+BACKENDS = {
+    "emulated": ("dstrain.precision.backends.emulated", "Emulated"),
+    "triton": ("dstrain.precision.backends.triton_kernels", "Triton"),
+    "torch": ("dstrain.precision.backends.torch_scaled_mm", "TorchScaledMM"),
+    "transformer_engine": ("dstrain.precision.backends.transformer_engine", "TransformerEngine"),
+    "deepgemm": ("dstrain.precision.backends.deep_gemm", "DeepGemm"),
+}
 
 
 def backend(name: str, device: torch.device, power_of_two: bool = True) -> GemmBackend:

@@ -6,7 +6,7 @@ step of one code; a scale would change only if it met the largest value of a til
 
 import pytest
 import torch
-from fp8_cases import adversarial, same
+from fp8_cases import adversarial, alike, same
 
 pytest.importorskip("triton")
 
@@ -20,20 +20,6 @@ def values(rows, cols, dtype, seed):
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) * 2
     x[:, : cols // 3] *= 30  # saturates the sigmoid
     return x.to(dtype)
-
-
-def alike(left, right) -> bool:
-    """Nests of tensors agree: scales exactly, codes but for one step in a thousand, FP32 values to 1e-5."""
-    if left is None or right is None:
-        return left is right
-    if isinstance(left, tuple | list):
-        return len(left) == len(right) and all(alike(a, b) for a, b in zip(left, right))
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if left.dtype == torch.float8_e4m3fn:
-        far = (left.view(torch.uint8).int() - right.view(torch.uint8).int()).abs()
-        return bool((far <= 1).all()) and int(far.sum()) <= 1 + far.numel() // 1000
-    return torch.allclose(left, right, rtol=1e-5, atol=1e-5 * right.abs().mean().item() if right.numel() else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

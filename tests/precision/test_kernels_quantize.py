@@ -66,11 +66,32 @@ def test_filled_tiles_hold_each_experts_rows_from_a_multiple_of_128_on():
     assert filled.count_nonzero() == 133
 
 
-def test_rows_that_are_not_contiguous_are_read_where_they_are():
-    x = adversarial(70, 300, torch.float32)
-    assert same(tiles.quantize_rows(x[:, :130]), fp8_tiles.quantize_rows(x[:, :130]))
-    assert same(tiles.quantize_both(x[10:, :130]), (fp8_tiles.quantize_rows(x[10:, :130]),
-                                                    fp8_tiles.quantize_columns(x[10:, :130])))
+def test_inputs_need_not_be_contiguous():
+    """A part of something, its transpose, and one row or one value seen many times, as the gradient of a sum is."""
+    x = adversarial(140, 140, torch.float32)
+    for view in (x[:70, 3:133], x.t(), x[:1].expand(70, 140), x[:1, :1].expand(70, 140)):
+        rows, columns = fp8_tiles.quantize_rows(view), fp8_tiles.quantize_columns(view)
+        assert same(tiles.quantize_rows(view), rows) and same(tiles.quantize_columns(view), columns)
+        assert same(tiles.quantize_both(view), (rows, columns))
+        assert same(e5m6.quantize_e5m6(view), e5m6_definition.quantize_e5m6(view))
+        assert same(blocks.quantize_weight(view)[0], quantize_blocks(view))
+
+
+def test_scales_step_where_the_largest_value_passes_the_largest_code():
+    """448 · 2^k fits a scale of 2^k, the next FP32 number does not; the same for E5M6 at 65024."""
+    powers = 2.0 ** torch.arange(-126, 110, 7).unsqueeze(-1)
+    for largest, quantize, definition in (
+        (448.0, tiles.quantize_rows, fp8_tiles.quantize_rows),
+        (65024.0, e5m6.quantize_e5m6, e5m6_definition.quantize_e5m6),
+    ):
+        exact = largest * powers
+        above, below = (torch.nextafter(exact, torch.tensor(limit)) for limit in (torch.inf, 0.0))
+        assert torch.equal(quantize(exact)[1], powers) and torch.equal(quantize(below)[1], powers)
+        assert torch.equal(quantize(above)[1], 2 * powers)
+        for x in (exact, above, below):
+            assert same(quantize(x), definition(x))
+    x = torch.nextafter(448.0 * powers, torch.tensor(torch.inf))
+    assert same(tiles.quantize_rows(x, False), fp8_tiles.quantize_rows(x, False))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -30,7 +30,7 @@ class TorchScaledMM(LoopOverExperts):
                 f"precision.backend={cls.name} needs a torch whose torch.nn.functional.scaled_mm scales by blocks "
                 f"(torch>=2.11); {torch.__version__} is installed"
             )
-        if numbers(torch.version.cuda) < (12, 9):
+        if numbers(torch.version.cuda or "") < (12, 9):
             raise InputError(
                 f"precision.backend={cls.name} needs a torch built for CUDA 12.9 or newer (cuBLASLt's block scales); "
                 f"{torch.__version__} was built for {torch.version.cuda}"

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dstrain.precision.fp8_scales import FP8, TILE
 from dstrain.precision.kernels.formats import E5M6, divide, e5m6_decode, e5m6_encode, e5m6_load, magnitude, scale_of
-from dstrain.precision.kernels.tiles import ROWS, write_columns
+from dstrain.precision.kernels.tiles import ROWS, with_rows, write_columns
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def quantize_e5m6_kernel(x, packed, scales, rows, cols, x_stride, bytes_, tiles,
 
 def quantize_e5m6(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`e5m6.quantize_e5m6`: x [rows, cols] -> packed uint8 [rows, 3 · ⌈cols/2⌉], FP32 scale [rows, ⌈cols/128⌉]."""
-    (rows, cols), tiles, size = x.shape, -(-x.shape[1] // TILE), 3 * -(-x.shape[1] // 2)
+    x, (rows, cols), tiles, size = with_rows(x), x.shape, -(-x.shape[1] // TILE), 3 * -(-x.shape[1] // 2)
     packed, scales = x.new_empty(rows, size, dtype=torch.uint8), x.new_empty(rows, tiles, dtype=torch.float32)
     if x.numel():
         grid = (triton.cdiv(rows, ROWS), tiles)

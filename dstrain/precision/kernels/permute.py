@@ -47,11 +47,11 @@ def unpermute_kernel(rows, slots, out, cols, choices, COLS: tl.constexpr):
 
 
 def unpermute(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """rows [n, hidden] BF16 or FP32, contiguous; slots int [tokens, k]: the rows of a token, below 0 for none -> their sum
+    """rows [n, hidden] BF16 or FP32; slots int [tokens, k]: the rows of a token, below 0 for none -> their sum
     [tokens, hidden] in the type of rows, added in FP32 in the order of k and rounded once."""
     (tokens, choices), cols = slots.shape, rows.shape[1]
     out = rows.new_empty(tokens, cols)
     if out.numel():
         size = min(2048, triton.next_power_of_2(cols))
-        unpermute_kernel[(tokens, triton.cdiv(cols, size))](rows, slots.contiguous(), out, cols, choices, COLS=size)
+        unpermute_kernel[(tokens, triton.cdiv(cols, size))](rows.contiguous(), slots.contiguous(), out, cols, choices, COLS=size)
     return out

@@ -32,14 +32,14 @@ def rms_norm_kernel(
 def rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, power_of_two: bool = True
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """x [rows, n] BF16 or FP32, contiguous; weight FP32 [n] -> (E4M3 [rows, n], FP32 scale [rows, ⌈n/128⌉]) of
+    """x [rows, n] BF16 or FP32; weight FP32 [n] -> (E4M3 [rows, n], FP32 scale [rows, ⌈n/128⌉]) of
     x / rms · weight rounded to x's type, and 1 / rms FP32 [rows, 1], rms = sqrt(mean(x²) + eps)."""
     (rows, cols), tiles = x.shape, -(-x.shape[1] // TILE)
     codes, scales = x.new_empty(rows, cols, dtype=FP8), x.new_empty(rows, tiles, dtype=torch.float32)
     inverse_rms = x.new_empty(rows, 1, dtype=torch.float32)
     if rows:
         rms_norm_kernel[(rows,)](
-            x, weight, codes, scales, inverse_rms, cols, tiles, eps,
+            x.contiguous(), weight, codes, scales, inverse_rms, cols, tiles, eps,
             POWER_OF_TWO=power_of_two, TILES=triton.next_power_of_2(tiles), num_warps=8 if cols > 4096 else 4,
         )
     return (codes, scales), inverse_rms

@@ -46,14 +46,14 @@ def swiglu_kernel(
 def swiglu_quantize(
     gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor | None = None, power_of_two: bool = True
 ) -> tuple[Codes, Codes, Codes]:
-    """gate, up [rows, n] BF16 or FP32, contiguous; weight FP32 [rows] -> silu(gate) · up · weight, gate and up in 1x128
+    """gate, up [rows, n] BF16 or FP32; weight FP32 [rows] -> silu(gate) · up · weight, gate and up in 1x128
     tiles: E4M3 [rows, n] and FP32 scale [rows, ⌈n/128⌉] each."""
     (rows, cols), tiles = gate.shape, -(-gate.shape[1] // TILE)
     outs = [(gate.new_empty(rows, cols, dtype=FP8), gate.new_empty(rows, tiles, dtype=torch.float32)) for _ in range(3)]
     if gate.numel():
         grid = (triton.cdiv(rows, ROWS), tiles)
         swiglu_kernel[grid](
-            gate, up, weight, *outs[0], *outs[1], *outs[2], rows, cols, tiles,
+            gate.contiguous(), up.contiguous(), weight, *outs[0], *outs[1], *outs[2], rows, cols, tiles,
             POWER_OF_TWO=power_of_two, WEIGHTED=weight is not None, ROWS=ROWS,
         )
     return tuple(outs)
@@ -144,7 +144,7 @@ def swiglu_backward_quantize(
     by_columns = [(new(cols, stride), wide(cols, columns)) for _ in range(3)]
     parts = None if weight is None else wide(rows, tiles)
     if rows and cols:
-        inputs = (grad, *gate, *up, weight)
+        inputs = (grad.contiguous(), *gate, *up, weight)
         swiglu_backward_rows_kernel[(triton.cdiv(rows, ROWS), tiles)](
             *inputs, *by_rows[0], *by_rows[1], parts, rows, cols, tiles,
             POWER_OF_TWO=power_of_two, WEIGHTED=weight is not None, ROWS=ROWS,

@@ -37,9 +37,14 @@ def quantize_rows_kernel(x, codes, scales, rows, cols, x_stride, tiles, POWER_OF
     write_rows(values, codes + first * cols, scales, row, rows_left, column, cols, tiles, POWER_OF_TWO)
 
 
+def with_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, copied unless each row is contiguous: gradients may come transposed or expanded."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def quantize_rows(x: torch.Tensor, power_of_two: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """`fp8_tiles.quantize_rows`: x [rows, cols] FP32 or BF16 -> E4M3 [rows, cols], FP32 scale [rows, ⌈cols/128⌉]."""
-    (rows, cols), tiles = x.shape, -(-x.shape[1] // TILE)
+    x, (rows, cols), tiles = with_rows(x), x.shape, -(-x.shape[1] // TILE)
     codes, scales = x.new_empty(rows, cols, dtype=FP8), x.new_empty(rows, tiles, dtype=torch.float32)
     if x.numel():
         grid = (triton.cdiv(rows, ROWS), tiles)
@@ -152,7 +157,7 @@ def requantize_columns(
 
 
 def _columns(x, x_scales, offsets, power_of_two, both=False):
-    (rows, cols), x_tiles, tiles = x.shape, -(-x.shape[1] // TILE), column_tiles(x.shape[0], offsets)
+    x, (rows, cols), x_tiles, tiles = with_rows(x), x.shape, -(-x.shape[1] // TILE), column_tiles(x.shape[0], offsets)
     new, wide = (lambda *size: x.new_empty(*size, dtype=FP8)), (lambda *size: x.new_empty(*size, dtype=torch.float32))
     row_codes, row_scales = (new(rows, cols), wide(rows, x_tiles)) if both else (None, None)
     stride, experts = (rows, 0) if offsets is None else (tiles * TILE, len(offsets))

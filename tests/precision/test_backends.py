@@ -16,7 +16,9 @@ from fp8_cases import adversarial, same
 from dstrain.config.errors import InputError
 from dstrain.precision import e5m6, fp8_blocks, fp8_gemm, fp8_tiles
 from dstrain.precision.backends import deep_gemm, requirements, torch_scaled_mm, transformer_engine, triton_kernels
+from dstrain.precision.backends.emulated import Emulated
 from dstrain.precision.fp8_gemm import BACKENDS, Scaled
+from dstrain.precision.fp8_linear import fp8_linear
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in multiply")  # the largest numbers, rounded up
@@ -257,6 +259,27 @@ def test_columns_of_experts_in_the_definitions_layout_are_taken_too(chosen):
     definitions = [Scaled(*fp8_tiles.quantize_columns(y, offsets)) for y in (dy, x)]
     chosen.grouped_accumulate(*definitions, offsets, plain)
     assert torch.equal(mine, plain) and plain[0].any() and not plain[1].any() and plain[2].any()
+
+
+@pytest.mark.parametrize("keep", ["tiles", "e5m6", "again"])
+@pytest.mark.parametrize("counts", [None, [30, 0, 17]], ids=str)
+def test_a_linear_on_any_backend_is_the_emulated_one(chosen, counts, keep):
+    """Outputs, input gradients and weight gradients, whatever of the input is kept; the same roundings, other sums."""
+    offsets = None if counts is None else torch.tensor(counts).cumsum(0).int()
+    if counts is not None and keep == "e5m6":
+        return  # the input of the Linear after attention has no experts
+    x, dy = random(47, 144, seed=0).bfloat16(), random(47, 24, seed=1).bfloat16()
+    results = []
+    for backend in (Emulated(), chosen):
+        weight = torch.nn.Parameter(random(*(() if counts is None else (3,)), 24, 144, seed=2).bfloat16())
+        weight.main_grad = torch.zeros(weight.shape)
+        inputs = x.clone().requires_grad_()
+        again = (lambda: x) if keep == "again" else None
+        (out,) = fp8_linear(inputs, [weight], backend, offsets, again=again, e5m6=keep == "e5m6")
+        out.backward(dy)
+        results.append((out.detach(), inputs.grad, weight.main_grad))
+    for mine, emulated, tolerance in zip(*results[::-1], (2.0**-7, 2.0**-7, 1e-5)):
+        close(mine, emulated.double(), tolerance)
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])

@@ -80,6 +80,17 @@ def test_rows_meet_the_weight_of_their_own_expert(counts, spare):
     assert (out[rows - spare :] == -7).all()
 
 
+def test_a_program_writes_rows_of_its_own_expert_only(monkeypatch):
+    """On a GPU programs run in any order: a row written by two of them would hold either's result."""
+    kernel = grouped_gemm.grouped_matmul_kernel
+    monkeypatch.setattr(grouped_gemm, "grouped_matmul_kernel", {(3,): kernel[(1,)]})  # of three programs the first alone
+    offsets = torch.tensor([5, 5, 60], dtype=torch.int32)
+    a, b = quantize_rows(uneven(60, 128, seed=0)), quantize_blocks(uneven(3, 100, 128, seed=1))
+    out = torch.full((60, 100), -7.0)
+    grouped_gemm.grouped_matmul(*a, *b, offsets, out)
+    assert (out[5:] == -7).all() and (out[:5] != -7).all()
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_weight_gradients_of_experts_sum_over_their_own_rows(counts):
     m, n, rows = 140, 129, sum(counts)

@@ -14,16 +14,22 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from dstrain.config.errors import InputError, nearest
+from dstrain.config.errors import InputError, StoppedElsewhere, nearest
 
 
 def _train(overrides: list[str]) -> int:
     from dstrain.config.compose import compose
 
-    composed = compose("train", overrides, _adopt)  # before the import of torch: a mistyped key is answered at once
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        composed = compose("train", overrides, _adopt)  # before the import of torch: a mistyped key is answered at once
+        from dstrain.train.main import train
+
+        return train(*composed)
+    from dstrain.parallel.world import World
     from dstrain.train.main import train
 
-    return train(*composed)
+    world = World.start()
+    return train(*world.first(lambda: compose("train", overrides, _adopt)), world)
 
 
 def _adopt(plain: dict, overrides: list) -> dict:
@@ -94,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         # one line, whatever a file name or a value in it holds
         print("dstrain: " + " ".join(str(error).splitlines()), file=sys.stderr)
+        return 2
+    except StoppedElsewhere:
         return 2
     except BrokenPipeError:
         # the reader of our output has gone (| head): no failure of ours; keep Python from complaining at its exit

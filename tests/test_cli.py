@@ -137,7 +137,7 @@ def test_help_shows_choices_and_the_values_of_those_made(capsys):
     assert main(["train", "--help", "model=small", "optim.grad_clip=0.5"]) == 0
     out = capsys.readouterr().out
     assert "moonlight_16b|small|tiny|v2_236b|v2_lite_16b|v3_671b|v3_671b_mtp4  (default tiny)" in out
-    assert "recipe=deepseek_v3|quickstart  (default none)" in out
+    assert "recipe=deepseek_v3|quickstart|v2|v2_lite  (default none)" in out
     assert "run.name=small" in out and "optim.grad_clip=0.5  [number]" in out
     assert main(["generate", "--help"]) == 0
     assert "checkpoint=(must be given)  [text]" in capsys.readouterr().out

@@ -13,3 +13,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else f" (valid: {', '.join(valid)})"
+
+
+class StoppedElsewhere(Exception):
+    """Another rank has bad input and says so; this one ends silently with the same exit code, 2."""

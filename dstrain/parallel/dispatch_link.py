@@ -7,10 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dstrain.parallel.dispatch_traffic import Traffic, link_between, row_layout
-
-
-class CommunicationFailure(RuntimeError):
-    """A rank did not answer in time or is gone: who waited, for which ranks, in what."""
+from dstrain.parallel.group import CommunicationError
 
 
 class Link:
@@ -70,7 +67,7 @@ class Exchange:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise CommunicationFailure(f"{self.what}: {error}") from error
+            raise CommunicationError(f"{self.what}: {error}") from error
         return self.columns
 
 

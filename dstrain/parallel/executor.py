@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,10 +14,11 @@ from dstrain.model.model import Model
 from dstrain.model.passes import Job
 from dstrain.model.unit import Unit
 from dstrain.model.units import BackwardWay, Chunk, ForwardWay
+from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.overlap import run_pair
 from dstrain.parallel.schedules.actions import Action, Schedule, Work
 from dstrain.parallel.schedules.messages import Message, Traffic, messages
-from dstrain.parallel.transfer import Channels, Transfer, TransferError
+from dstrain.parallel.transfer import Channels, Transfer
 from dstrain.precision.main_grad import WeightGradQueue, deferred
 
 
@@ -50,14 +51,22 @@ class Executor:
         self.dispatcher, self.channels, self.overlap, self.recompute = dispatcher, channels, overlap, recompute
         self.traffic, self.most_alive = messages(schedule), 0
 
-    def train(self, batches: list[MicroBatch], sums: LossSums, weights: LossWeights, step: int) -> None:
+    def train(
+        self,
+        batches: list[MicroBatch],
+        sums: LossSums,
+        weights: LossWeights,
+        step: int,
+        stage_done: Callable[[int], None] | None = None,
+    ) -> None:
         """Add the losses of this rank's heads to `sums` and the gradients of its stages to every `main_grad`.
 
-        step: named in errors. Raises TransferError when another rank is late, has failed or is gone.
+        step: named in errors. stage_done(stage) is called as soon as a stage has added its last gradient. Raises
+        CommunicationError when another rank is late, has failed or is gone.
         """
         if len(batches) != self.schedule.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches for a schedule of {self.schedule.micro_batches}")
-        self._run(self.schedule, self.traffic, batches, sums, weights, step)
+        self._run(self.schedule, self.traffic, batches, sums, weights, step, stage_done)
 
     def evaluate(self, batches: list[MicroBatch], sums: LossSums, step: int) -> None:
         """Add the losses of this rank's heads to `sums`. Any number of micro-batches, as many at a time as in training.
@@ -70,25 +79,28 @@ class Executor:
             schedule = forward_only(self.schedule, len(part))
             self._run(schedule, messages(schedule), part, sums, None, step)
 
-    def _run(self, schedule, traffic, batches, sums, weights, step) -> None:
+    def _run(self, schedule, traffic, batches, sums, weights, step, stage_done=None) -> None:
         run = _Run(self, schedule, traffic, batches, sums, weights)
         actions = schedule.actions[self.rank]
+        last = {action.backward.stage: place for place, action in enumerate(actions) if action.backward is not None}
         for position, action in enumerate(actions):
             with self._named(step, f"action {position + 1} of {len(actions)} ({action})"):
                 run.post(position)
                 run.post(position + 1)  # what comes next travels beside this action's computation
                 run.do(action)
+            if stage_done is not None and action.backward is not None and last[action.backward.stage] == position:
+                stage_done(action.backward.stage)
         with self._named(step, "end of the list"):
             run.finish()
 
     @contextmanager
     def _named(self, step: int, place: str) -> Iterator[None]:
-        """Errors say where they happened: a TransferError in its line, others in a note."""
+        """Errors say where they happened: those of communication in their line, others in a note."""
         where = f"pipeline rank {self.rank}, step {step}, {place}"
         try:
             yield
-        except TransferError as error:
-            raise TransferError(f"{where}: {error}") from error
+        except CommunicationError as error:
+            raise CommunicationError(f"{where}: {error}") from error
         except Exception as error:
             error.add_note(f"in {where}")
             raise

@@ -16,10 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.schedules.messages import Message, Traffic
 
 
-class TransferError(RuntimeError):
+class TransferError(CommunicationError):
     """A message did not come, or could not go, in time or at all: another rank is late, has failed or is gone."""
 
 

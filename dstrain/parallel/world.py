@@ -12,15 +12,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dstrain.config.errors import InputError
+from dstrain.config.errors import InputError, StoppedElsewhere
 
 T = TypeVar("T")
 # Seconds that ranks wait for the first one while the run starts: it may have to tokenise a corpus.
 START_TIMEOUT = 4 * 3600.0
-
-
-class StoppedElsewhere(Exception):
-    """Another rank has bad input and says so; this one ends silently with the same exit code, 2."""
 
 
 class World:
@@ -53,6 +49,10 @@ class World:
             dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
             world.start_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT))
         return world
+
+    def device(self, device: torch.device) -> torch.device:
+        """`device` with this rank's own number, where there are several."""
+        return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
     @property
     def is_first(self) -> bool:

@@ -42,11 +42,16 @@ class LastingOutput:
 
 
 class RunConsole:
-    def __init__(self, log_every: int):
+    def __init__(self, log_every: int, quiet: bool = False):
+        """quiet: say nothing, for ranks other than the first."""
         file = LastingOutput(sys.stdout) if sys.stdout is not None else None  # None: closed by whoever started us
-        self.console = Console(file=file, highlight=False, soft_wrap=True)
+        self.console = Console(file=file, highlight=False, soft_wrap=True, quiet=quiet)
         self.log_every = log_every
         self.live = None
+
+    @property
+    def shows_bar(self) -> bool:
+        return self.console.is_terminal and not self.console.quiet
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
@@ -54,7 +59,7 @@ class RunConsole:
     def begin(self, done: float, total: float) -> None:
         """done, total: progress of the run in its own unit (steps or tokens)."""
         self.first, self.begun = done, time.monotonic()
-        if self.console.is_terminal:
+        if self.shows_bar:
             self.live = _progress(self.console)
             self.bar = self.live.add_task("", total=total, completed=done)
             self.live.start()
@@ -72,7 +77,7 @@ class RunConsole:
     def task(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """Something that may take long beside the steps: a bar on a terminal. Gives a function of (done, total)."""
         progress = self.live
-        if self.console.is_terminal and progress is None:
+        if self.shows_bar and progress is None:
             progress = _progress(self.console)
             progress.start()
         task = None if progress is None else progress.add_task(what, total=None)

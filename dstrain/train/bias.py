@@ -5,10 +5,10 @@ import torch
 from dstrain.model.router import Router
 
 
-def update_bias(router: Router, speed: float) -> None:
-    """b += speed · sign(mean load - load) in FP32; the loads are exact integers, so the sign is exact too."""
+def update_bias(router: Router, load: torch.Tensor, speed: float) -> None:
+    """b += speed · sign(mean load - load) in FP32. load int64 [experts], of all ranks: exact, so the sign is exact too."""
     if router.config.has_routing_bias:
-        direction = torch.sign(router.load.sum() - router.load * len(router.load))
+        direction = torch.sign(load.sum() - load * len(load))
         router.e_score_correction_bias.add_(direction.to(torch.float32), alpha=speed)
 
 

@@ -8,48 +8,64 @@ import torch
 
 from dstrain.config.schema import TrainConfig
 from dstrain.model.batch import MicroBatch
-from dstrain.model.block import Dispatcher
 from dstrain.model.loss import LossSums
-from dstrain.model.model import Model
-from dstrain.model.units import evaluate
+from dstrain.parallel.executor import Executor
+from dstrain.parallel.mesh import Mesh
+from dstrain.parallel.totals import total_counts, total_sums
 
 
 def evaluate_heldout(
     config: TrainConfig,
-    model: Model,
-    dispatcher: Dispatcher,
+    executor: Executor,
+    mesh: Mesh,
     windows,
     token_bytes: np.ndarray,
     sequences: int | None,
+    step: int,
     go_on: Callable[[int, int], bool] = lambda done, total: True,
 ) -> dict | None:
     """Loss over the first `sequences` windows of the held-out text (None: all), without counting expert load.
 
-    go_on(done, total) is called after every micro-batch; False ends the evaluation without a result.
+    go_on(done, total) is called now and then, on every rank with the same numbers; where it says False on any rank the
+    evaluation ends without a result. step: named in errors.
 
     windows.batch(first, count) -> tokens, documents [count, L + 1 + D], len(windows). token_bytes: bytes of text that
     each id stands for. bits_per_byte = Σ -log2 p(token) / Σ bytes, over the same predicted tokens.
     """
-    depth = config.model.num_nextn_predict_layers
+    depth, device = config.model.num_nextn_predict_layers, executor.model.device
     total = len(windows) if sequences is None else min(sequences, len(windows))
-    device = model.device
     sums, counts, nbytes = LossSums(depth, device), torch.zeros(depth + 1, dtype=torch.int64, device=device), 0
     lengths = torch.from_numpy(np.asarray(token_bytes, dtype=np.int64)).to(device)
     size = config.batch.micro_sequences
-    for first in range(0, total, size):
-        tokens, documents = (x.to(device) for x in windows.batch(first, min(size, total - first)))
-        batch = MicroBatch(tokens, documents, depth, config.data.document_mask)
-        counts += batch.valid_counts()
-        nbytes += int(lengths[batch.tokens[:, 1 : 1 + batch.length][batch.valid(0)]].sum())
-        evaluate(model, batch, dispatcher, sums)
-        if not go_on(min(first + size, total), total):
+    places = mesh.dp * size  # windows that one micro-batch of every data rank takes
+    most = executor.schedule.micro_batches * places
+    for first in range(0, total, most):
+        last = min(first + most, total)
+        batches = []
+        for at in range(first, last, places):  # as many on every rank: where windows run out, by one that counts nothing
+            begin = at + mesh.data_rank * size
+            batch = micro_batch(windows, begin, max(min(size, last - begin), 0), depth, config.data.document_mask, device)
+            counts += batch.valid_counts()
+            nbytes += int(lengths[batch.tokens[:, 1 : 1 + batch.length][batch.valid(0)]].sum())
+            batches.append(batch)
+        executor.evaluate(batches, sums, step)
+        if not go_on(last, total):
             return None
-    losses = [s / c if c else 0.0 for s, c in zip(sums.depths.tolist(), counts.tolist())]
+    counts = total_counts(mesh, counts).tolist()
+    nbytes = int(total_counts(mesh, torch.tensor([nbytes], device=device)))
+    depths = total_sums(mesh, sums.depths).tolist()
+    losses = [total / count if count else 0.0 for total, count in zip(depths, counts)]
     return {
         "loss": losses[0],
         "loss_mtp": losses[1:],
-        "bits_per_byte": sums.depths[0].item() / math.log(2) / nbytes if nbytes else None,
-        "heldout_tokens": int(counts[0]),
+        "bits_per_byte": depths[0] / math.log(2) / nbytes if nbytes else None,
+        "heldout_tokens": counts[0],
         "heldout_bytes": nbytes,
         "whole": total == len(windows),
     }
+
+
+def micro_batch(windows, first: int, count: int, depth: int, document_mask: bool, device: torch.device) -> MicroBatch:
+    """`count` windows from `first`; for 0 a window of padding, so that a rank without windows takes part in everything."""
+    tokens, documents = (x.to(device) for x in windows.batch(first if count else 0, max(count, 1)))
+    return MicroBatch(tokens, documents if count else torch.full_like(documents, -1), depth, document_mask)

@@ -1,6 +1,7 @@
 """`dstrain train`: builds everything a run needs, continues it from its newest checkpoint, and runs it."""
 
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -21,33 +22,39 @@ from dstrain.data.tokenizer import Tokenizer
 from dstrain.model.count import Counts, count_parameters
 from dstrain.model.model import Model
 from dstrain.parallel.device import pick_device
-from dstrain.parallel.dispatch import LocalDispatcher, row_alignment
+from dstrain.parallel.group import CommunicationError
+from dstrain.parallel.layout import Layout
+from dstrain.parallel.world import World
 from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import Precision, resolve_precision
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.peak import peak_tflops
 from dstrain.train.initial import carried_files, own_checkpoint, start_from, with_tokenizer
 from dstrain.train.optimizer import AdamW
-from dstrain.train.run_folder import RunFolder
+from dstrain.train.run_folder import FollowedFolder, RunFolder
 from dstrain.train.state import RunState, architecture, build_state, initialise, restore
 from dstrain.train.step import Stepper
 from dstrain.train.trainer import RunFailure, Trainer
 
 
-def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
-    """Run or continue the run that `config` describes. -> the exit code."""
-    console = RunConsole(config.telemetry.log_every)
-    device = pick_device(config.run.device)
+def train(config: TrainConfig, plain: dict, overrides: list[str], world: World | None = None) -> int:
+    """Run or continue the run that `config` describes, as one rank of `world`. -> the exit code."""
+    world = world or World.start()
+    console = RunConsole(config.telemetry.log_every, quiet=not world.is_first)
+    device = world.device(pick_device(config.run.device))
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     if config.run.compile:
         check_compiler(device)
         compile_kernels()
     precision = resolve_precision(config.precision.name, device, config.precision.backend, config.precision.scales)
+    layout = Layout(config, world.size, world.rank, world.local_size)
     counts = count_parameters(config.model)
-    check_memory(config, counts, precision, device)
-    source = initial_checkpoint(config, console)
-    corpus = open_corpus((with_tokenizer(config, source) if source else config).data)
+    world.all(lambda: check_memory(config, layout, precision, device, world))
+    source = world.first(lambda: initial_checkpoint(config, console))
+    data = (with_tokenizer(config, source) if source else config).data
+    world.first(lambda: open_corpus(data) and None)  # what has to be built is built once
+    corpus = world.all(lambda: open_corpus(data))
     tokenizer = Tokenizer.load(corpus.tokenizer)
     check_tokenizer(tokenizer, corpus, config.model)
     depth, length = config.model.num_nextn_predict_layers, config.data.sequence_length
@@ -58,15 +65,18 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
     if corpus.heldout:
         windows = Checked(EvalWindows(IndexedDataset(corpus.heldout), length, depth), config.model, corpus.heldout)
 
-    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    path = Path(config.run.dir) / config.run.name
+    folder = world.all(lambda: RunFolder(path) if world.is_first else FollowedFolder(path))
+    layout.connect(device)
     store = CheckpointStore(
-        folder.path / "checkpoints", config.checkpoint.keep, lambda step, line: console.say(f"WARNING: {line}")
+        folder.path / "checkpoints", config.checkpoint.keep, lambda step, line: console.say(f"WARNING: {line}"),
+        ranks=layout.mesh.host_group,
     )
-    store.check_space(checkpoint_bytes(config, counts, precision))
-    report_start(console, config, counts, precision, device, corpus, folder)
+    world.first(lambda: store.check_space(checkpoint_bytes(config, counts, precision)))
+    report_start(console, config, counts, precision, device, corpus, folder, layout)
 
-    torch.manual_seed(config.run.seed)
-    model, optimizer = build_state(config, precision, device)
+    torch.manual_seed(config.run.seed + layout.mesh.data_rank)
+    model, optimizer = build_state(config, precision, device, layout.replicas)
     state = RunState()
     checkpoint = store.open_newest(console.say)
     if checkpoint is None and (folder.path / "metrics.jsonl").exists():
@@ -79,31 +89,37 @@ def train(config: TrainConfig, plain: dict, overrides: list[str]) -> int:
             console.say(f"  {line}")
     else:
         state = resume(console, checkpoint, config, plain, corpus, model, optimizer)
-    save_run_config(folder.path, plain, overrides)
+    if world.is_first:
+        save_run_config(folder.path, plain, overrides)
     folder.clear_status()
 
-    stepper = Stepper(config, model, optimizer, LocalDispatcher(row_alignment(device, precision.compute)), stream)
+    stepper = Stepper(config, model, optimizer, layout.dispatcher(device, precision.compute), stream, layout)
     peak, origin = config.telemetry.peak_tflops, "telemetry.peak_tflops"
     if peak is None:
-        peak, origin = peak_tflops(device, precision.compute)
-    console.say(f"mfu is measured against {peak:.3g} TFLOPS ({origin})")
+        peak, origin = world.first(lambda: peak_tflops(device, precision.compute))
+    console.say(f"mfu is measured against {peak:.3g} TFLOPS a rank ({origin})")
     files = {
         "config.yaml": yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode(),
         "tokenizer.json": Path(corpus.tokenizer).read_bytes(),
         **(carried_files(config, source) if source else {}),
     }
     trainer = Trainer(
-        config, folder, console, model, optimizer, stepper, state, store, windows, tokenizer.token_bytes(), files,
-        corpus.fingerprint, peak,
+        config, folder, console, model, optimizer, stepper, state, layout, store, windows, tokenizer.token_bytes(), files,
+        corpus.fingerprint, peak * world.size,
     )
     if trainer.finished():
         console.say(f"nothing to do: the run has {state.step} steps and {state.tokens:,} tokens already")
     try:
         final = trainer.run()
     except RunFailure as failure:
-        print(f"dstrain: {failure}", file=sys.stderr)
+        if world.is_first:
+            print(f"dstrain: {failure}", file=sys.stderr)
+        return 1
+    except CommunicationError as failure:
+        print(f"dstrain: rank {world.rank} on {platform.node()}: {failure}", file=sys.stderr)
         return 1
     report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
+    world.end()
     return 0
 
 
@@ -151,30 +167,37 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def state_bytes(config: TrainConfig, counts: Counts, precision: Precision) -> tuple[int, int]:
-    """Bytes of weights, masters and moments, which a checkpoint holds, and of gradients."""
-    main, compute = precision.main.itemsize, precision.compute.itemsize
-    moments = 2 if config.optim.moments == "bf16" else main
-    master = main if precision.compute != precision.main else 0
-    return counts.total * (compute + master + 2 * moments), counts.total * main
-
-
 def checkpoint_bytes(config: TrainConfig, counts: Counts, precision: Precision) -> int:
-    return state_bytes(config, counts, precision)[0]
+    """Bytes of all ranks' weights, masters and moments."""
+    return counts.total * (precision.compute.itemsize + sum(state_sizes(config, precision)))
 
 
-def check_memory(config: TrainConfig, counts: Counts, precision: Precision, device: torch.device) -> None:
-    """InputError when weights, gradients and optimizer alone exceed the device's memory."""
-    quantized = 0 if precision.fp8 is None else 2 * counts.total  # a weight in E4M3 and its transpose
-    need = sum(state_bytes(config, counts, precision)) + quantized
+def state_sizes(config: TrainConfig, precision: Precision) -> tuple[int, int]:
+    """Bytes of an element's master, 0 where the weight is its own, and of its two moments."""
+    main = precision.main.itemsize
+    return main if precision.compute != precision.main else 0, 4 if config.optim.moments == "bf16" else 2 * main
+
+
+def check_memory(
+    config: TrainConfig, layout: Layout, precision: Precision, device: torch.device, world: World
+) -> None:
+    """InputError when weights, gradients and optimizer alone exceed the device's memory, or the machine's on a CPU."""
+    held = layout.parameters()  # numel, and over how many ranks its optimizer state is spread
+    quantized = 0 if precision.fp8 is None else 2  # a weight in E4M3 and its transpose
+    each = precision.compute.itemsize + precision.main.itemsize + quantized
+    resident = sum(numel for numel, _ in held) * each
+    need = resident + sum(numel / ranks for numel, ranks in held) * sum(state_sizes(config, precision))
     if device.type == "cuda":
         have = torch.cuda.get_device_properties(device).total_memory
     else:
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        need *= world.local_size
     if need > have:
+        ranks = f" of {world.local_size} ranks on one machine" if world.local_size > 1 and device.type == "cpu" else ""
         raise InputError(
-            f"model={config.model.name} does not fit: {counts.total:,} parameters (MTP included) need "
-            f"{need / 2**30:,.1f} GiB for weights, gradients and optimizer in {precision.name}, {device.type} has {have / 2**30:,.1f} GiB; take a smaller model"
+            f"model={config.model.name} does not fit: {sum(numel for numel, _ in held):,} parameters (MTP included) need "
+            f"{need / 2**30:,.1f} GiB for weights, gradients and optimizer{ranks} in {precision.name}, {device.type} has "
+            f"{have / 2**30:,.1f} GiB; take a smaller model or more ranks"
         )
 
 
@@ -209,7 +232,7 @@ def resume(
     return state
 
 
-def report_start(console, config, counts, precision, device, corpus, folder) -> None:
+def report_start(console, config, counts, precision, device, corpus, folder, layout) -> None:
     has = "" if precision.name == "bf16" else "no "
     fp8 = f", backend {precision.fp8.name}, scales {config.precision.scales}" if precision.fp8 is not None else ""
     asked = f" (auto: {device.type} has {has}BF16 instructions)" if config.precision.name == "auto" else ""
@@ -224,6 +247,8 @@ def report_start(console, config, counts, precision, device, corpus, folder) -> 
         f"in micro-batches of {config.batch.micro_sequences}\n"
         f"run until {end}, in {folder.path}"
     )
+    for line in layout.lines():
+        console.say(line)
 
 
 def report_end(

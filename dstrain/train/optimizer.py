@@ -21,6 +21,7 @@ from dstrain.parallel.mesh import Mesh
 from dstrain.parallel.replicas import Replicas
 from dstrain.parallel.zero import GradientReduction, start_gather
 from dstrain.precision import pointwise
+from dstrain.precision.fp8_linear import weights_were_written
 from dstrain.precision.pointwise import kernel
 from dstrain.precision.policy import Precision
 
@@ -145,6 +146,7 @@ class AdamW:
             bucket.zero_rest()
         for gather in gathers:
             gather.wait()
+        weights_were_written()
         self.reduction.reset()
 
     def _update(self, state: ParameterState, scalars: torch.Tensor) -> None:

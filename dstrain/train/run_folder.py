@@ -37,3 +37,16 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, self.path / "status.json")
+
+
+class FollowedFolder:
+    """The run folder as the ranks other than the first see it: they know where it is, and leave it alone."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def clear_status(self) -> None:
+        pass
+
+    def write_status(self, status: str, **details) -> None:
+        pass

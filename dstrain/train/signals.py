@@ -1,7 +1,16 @@
-"""SIGTERM, Ctrl-C and a closed terminal finish the step that runs; a second signal stops at once."""
+"""SIGTERM, Ctrl-C and a closed terminal finish the step that runs; a second signal stops at once.
+
+A signal to any rank stops all of them after the same step.
+"""
 
 import os
 import signal
+
+import torch
+
+from dstrain.parallel.group import Group
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignals:
@@ -11,9 +20,8 @@ class StopSignals:
         self.received: str | None = None
 
     def __enter__(self) -> "StopSignals":
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         # What was started with a signal ignored (nohup, a background job of a script) goes on ignoring it.
-        numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        numbers = [number for number in NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
         self._former = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
@@ -25,3 +33,13 @@ class StopSignals:
         if self.received is not None:
             os._exit(128 + number)
         self.received = signal.Signals(number).name
+
+    def agree(self, ranks: Group) -> str | None:
+        """The name of a signal that any of `ranks` has received; the same on all, which must all call this."""
+        if ranks.size > 1:
+            mine = torch.tensor([self.received == number.name for number in NUMBERS], dtype=torch.int64)
+            seen = ranks.total(mine, "stop signals").tolist()
+            names = [number.name for number, count in zip(NUMBERS, seen) if count]
+            self.received = self.received or next(iter(names), None)
+            return next(iter(names), None)
+        return self.received

@@ -26,6 +26,7 @@ from dstrain.config.schema import ModelConfig, TrainConfig
 from dstrain.model.init import initial_value
 from dstrain.model.model import Model
 from dstrain.parallel.replicas import Replicas
+from dstrain.precision.fp8_linear import weights_were_written
 from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.policy import Precision
 from dstrain.train.optimizer import AdamW, ParameterState
@@ -202,6 +203,7 @@ def _fill(model: Model, optimizer: AdamW, reader: CheckpointReader, names: list[
                 reader.fill_range(EXP_AVG + name, state.exp_avg, begin + state.first)
                 reader.fill_range(EXP_AVG_SQ + name, state.exp_avg_sq, begin + state.first)
             advance(tensors[name].nbytes)
+    weights_were_written()
 
 
 def _fill_weight(reader: CheckpointReader, name: str, state: ParameterState, begin: int) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,9 @@ from dstrain.model.batch import MicroBatch
 from dstrain.model.block import Dispatcher
 from dstrain.model.loss import LossSums, LossWeights
 from dstrain.model.model import Model
-from dstrain.model.units import forward_backward
+from dstrain.parallel.executor import Executor
+from dstrain.parallel.layout import Layout
+from dstrain.parallel.totals import total_counts, total_loads, total_sums
 from dstrain.train.bias import max_violation, update_bias
 from dstrain.train.optimizer import AdamW
 from dstrain.train.schedule import Schedule, batch_sequences
@@ -37,20 +40,36 @@ class Schedules:
 
 
 class Stepper:
-    """Runs optimizer steps on one rank and gives the metrics of each."""
+    """Runs optimizer steps, all ranks together, and gives the metrics of each: every rank the same but for the times."""
 
-    def __init__(self, config: TrainConfig, model: Model, optimizer: AdamW, dispatcher: Dispatcher, stream):
-        """stream.batch(first, count) -> tokens and documents, int64 [count, L + 1 + D]."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Model,
+        optimizer: AdamW,
+        dispatcher: Dispatcher,
+        stream,
+        layout: Layout | None = None,
+    ):
+        """stream.batch(first, count) -> tokens and documents, int64 [count, L + 1 + D].
+
+        layout: connected, what the model and the optimizer were built for; None: this process is alone.
+        """
+        layout = Layout(config) if layout is None else layout
         self.config, self.model, self.optimizer, self.dispatcher, self.stream = (
             config, model, optimizer, dispatcher, stream
         )
+        self.layout, self.mesh = layout, layout.mesh
+        self.users = layout.users(optimizer.states)
         self.schedules = Schedules.of(config)
+        layers = config.model.num_hidden_layers + config.model.num_nextn_predict_layers
+        self.moe_layers = list(range(config.model.first_k_dense_replace, layers))
 
     def step(self, state: RunState) -> dict:
         """Consume the next global batch and advance `state`. -> the step's metrics, speed but for MFU included.
 
-        A non-finite loss or gradient skips the update: samples and the step's number are consumed, weights,
-        moments, biases and `tokens` stand still.
+        A non-finite loss or gradient on any rank skips the update on all: samples and the step's number are consumed,
+        weights, moments, biases and `tokens` stand still.
         """
         begin = time.perf_counter()
         config, depth = self.config, self.config.model.num_nextn_predict_layers
@@ -59,20 +78,18 @@ class Stepper:
         sequences = batch_sequences(config.batch, state.tokens)
 
         batches = self.micro_batches(state.samples, sequences)
-        counts = torch.stack([batch.valid_counts() for batch in batches]).sum(0).tolist()
+        counts = total_counts(self.mesh, torch.stack([batch.valid_counts() for batch in batches]).sum(0)).tolist()
         weights = LossWeights.of_batch(
             counts, sequences, mtp_weight, config.model.depth_weights, config.optim.balance_alpha
         )
         sums = LossSums(depth, self.model.device)
-        for batch in batches:
-            forward_backward(
-                self.model, batch, self.dispatcher, sums, weights, recompute=config.parallel.recompute == "block"
-            )
+        self.executor_of(state).train(batches, sums, weights, state.step + 1, self.gradients_of_a_step())
 
-        losses = [total / count if count else 0.0 for total, count in zip(sums.depths.tolist(), counts)]
-        balance = sums.balance.item() / sequences
+        *depths, balance = total_sums(self.mesh, torch.cat((sums.depths, sums.balance.view(1)))).tolist()
+        losses = [total / count if count else 0.0 for total, count in zip(depths, counts)]
+        balance /= sequences
         grad_norm = self.optimizer.grad_norm().item()
-        loads = [router.load.tolist() for router in self.model.routers]
+        loads = total_loads(self.mesh, self.model, self.moe_layers)
         finite = all(map(math.isfinite, [*losses, balance, grad_norm]))
         state.step += 1
         state.samples += sequences
@@ -81,8 +98,8 @@ class Stepper:
             state.updates += 1
             state.skipped_in_a_row = 0
             self.optimizer.step(learning_rate, state.updates, min(1.0, config.optim.grad_clip / (grad_norm + 1e-6)))
-            for router in self.model.routers:
-                update_bias(router, bias_speed)
+            for layer, router in zip(self.model.moe_layers, self.model.routers):
+                update_bias(router, loads[self.moe_layers.index(layer)], bias_speed)
         else:
             state.skipped += 1
             state.skipped_in_a_row += 1
@@ -90,7 +107,7 @@ class Stepper:
         for router in self.model.routers:
             router.load.zero_()
 
-        loss_mtp = losses[1:]
+        loss_mtp, loads = losses[1:], loads.tolist()
         mixed = sum(weight * loss for weight, loss in zip(config.model.depth_weights, loss_mtp)) if depth else 0.0
         seconds = time.perf_counter() - begin
         return {
@@ -111,11 +128,42 @@ class Stepper:
             "mtp_weight": mtp_weight,
             "batch_sequences": sequences,
             "skipped": not finite,
+            **self.traffic(),
         }
 
+    def traffic(self) -> dict:
+        """Bytes that all ranks sent for experts in this step; nothing where experts are not spread over ranks."""
+        if self.mesh.ep == 1:
+            return {}
+        counted = self.dispatcher.traffic.metrics()
+        self.dispatcher.traffic.reset()
+        names = ["slow_bytes", "fast_bytes"]
+        values = torch.tensor([counted[name] for name in names], dtype=torch.int64, device=self.model.device)
+        total = self.mesh.world_group.total(values, "bytes of token dispatch").tolist()
+        return {f"dispatch_{name}": value for name, value in zip(names, total)}
+
+    def gradients_of_a_step(self) -> Callable[[int], None]:
+        """What takes a stage that is done, and starts the reduction of every gradient that is complete by that."""
+        missing = {name: set(stages) for name, stages in self.users.items()}
+
+        def stage_done(stage: int) -> None:
+            complete = [name for name, stages in missing.items() if stages == {stage}]
+            for name in complete:
+                del missing[name]
+            for stages in missing.values():
+                stages.discard(stage)
+            self.optimizer.ready(complete)
+
+        return stage_done
+
+    def executor_of(self, state: RunState) -> Executor:
+        """What runs the batch that comes next."""
+        return self.layout.executor(self.model, self.dispatcher, batch_sequences(self.config.batch, state.tokens))
+
     def micro_batches(self, first: int, sequences: int) -> list[MicroBatch]:
-        """Samples [first, first + sequences) in micro-batches of batch.micro_sequences, on the model's device."""
+        """This data rank's part of samples [first, first + sequences), in micro-batches of batch.micro_sequences."""
         depth, device = self.config.model.num_nextn_predict_layers, self.model.device
-        tokens, documents = (x.to(device) for x in self.stream.batch(first, sequences))
+        part = sequences // self.mesh.dp
+        tokens, documents = (x.to(device) for x in self.stream.batch(first + self.mesh.data_rank * part, part))
         size, mask = self.config.batch.micro_sequences, self.config.data.document_mask
         return [MicroBatch(t, d, depth, mask) for t, d in zip(tokens.split(size), documents.split(size))]

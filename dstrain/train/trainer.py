@@ -12,10 +12,11 @@ from dstrain.data.samples import EvalWindows
 from dstrain.model.count import flops_per_token
 from dstrain.model.model import Model
 from dstrain.telemetry.console import RunConsole
-from dstrain.telemetry.jsonl import JsonLines
+from dstrain.parallel.layout import Layout
+from dstrain.telemetry.jsonl import JsonLines, NoLines
 from dstrain.train.evaluation import evaluate_heldout
 from dstrain.train.optimizer import AdamW
-from dstrain.train.run_folder import RunFolder
+from dstrain.train.run_folder import FollowedFolder, RunFolder
 from dstrain.train.signals import StopSignals
 from dstrain.train.state import RunState, run_tensors
 from dstrain.train.step import Stepper
@@ -31,22 +32,25 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        folder: RunFolder,
+        folder: RunFolder | FollowedFolder,
         console: RunConsole,
         model: Model,
         optimizer: AdamW,
         stepper: Stepper,
         state: RunState,
+        layout: Layout,
         store: CheckpointStore,
         windows: EvalWindows | None,
         token_bytes: np.ndarray,
         files: dict[str, bytes],  # go into every checkpoint
         data_fingerprint: str,
-        peak_tflops: float,
+        peak_tflops: float,  # of all ranks
     ):
         self.config, self.folder, self.console = config, folder, console
         self.model, self.optimizer, self.stepper, self.state, self.store = model, optimizer, stepper, state, store
         self.windows, self.token_bytes, self.files, self.data_fingerprint = windows, token_bytes, files, data_fingerprint
+        self.layout, self.ranks = layout, layout.mesh.host_group
+        self.leads = layout.mesh.rank == 0  # the first rank writes the run's files and speaks to people
         self.saved_step = state.step if state.step else None
         self.peak_flops = peak_tflops * 1e12
         self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
@@ -54,13 +58,13 @@ class Trainer:
     def run(self) -> dict | None:
         """Train until the run is finished or a signal comes; writes status.json. -> the last whole evaluation."""
         state, folder, whole = self.state, self.folder, None
-        metrics_file = JsonLines(folder.path / "metrics.jsonl", state.step)
-        self.eval_file = JsonLines(folder.path / "eval.jsonl", state.step)
+        metrics_file, self.eval_file = (
+            JsonLines(folder.path / name, state.step) if self.leads else NoLines() for name in ("metrics.jsonl", "eval.jsonl")
+        )
         try:
             with StopSignals() as self.signals:
-                signals = self.signals
                 self.console.begin(*self.progress())
-                while not self.finished() and not signals.received:
+                while not self.finished() and not self.stopping():
                     metrics = self.stepper.step(state)
                     metrics["mfu"] = metrics["tokens_per_second"] * self.flops_per_token / self.peak_flops
                     metrics_file.write(metrics)
@@ -74,19 +78,20 @@ class Trainer:
                     self.periodic()
                 self.console.end()
                 self.save()
-                if not signals.received and self.windows is not None and self.config.eval.at_end:
+                if not self.stopping() and self.windows is not None and self.config.eval.at_end:
                     whole = self.whole_evaluation_of_this_step() or self.evaluate(None)
+                stopped = self.stopping()
                 failure = self.store.wait()
             if failure:
                 raise RunFailure(failure)
-            status = "interrupted" if signals.received else "finished"
-            if signals.received:
-                self.console.say(f"{signals.received}: stopped after step {state.step}, saved; the same command continues")
-            folder.write_status(status, step=state.step, tokens=state.tokens, signal=signals.received)
+            if stopped:
+                self.console.say(f"{stopped}: stopped after step {state.step}, saved; the same command continues")
+            status = "interrupted" if stopped else "finished"
+            folder.write_status(status, step=state.step, tokens=state.tokens, signal=stopped)
             return whole
         except BaseException as error:
             self.console.end()
-            self.store.wait()
+            self.store.join()  # not `wait`: other ranks may be gone
             reason = str(error) if isinstance(error, RunFailure) else f"{type(error).__name__}: {error}"
             with suppress(OSError):  # on a full disk there is no status, but the reason must come through
                 folder.write_status("failed", step=state.step, tokens=state.tokens, reason=reason)
@@ -94,6 +99,10 @@ class Trainer:
         finally:
             metrics_file.close()
             self.eval_file.close()
+
+    def stopping(self) -> str | None:
+        """The name of the signal that ends the run, on all ranks after the same step."""
+        return self.signals.agree(self.ranks)
 
     def finished(self) -> bool:
         done, total = self.progress()
@@ -118,8 +127,8 @@ class Trainer:
         size = "the whole held-out text" if sequences is None else f"{sequences} held-out sequences"
         with self.console.task(f"evaluation of {size}") as show:
             result = evaluate_heldout(
-                self.config, self.model, self.stepper.dispatcher, self.windows, self.token_bytes, sequences,
-                go_on=lambda done, total: show(done, total) or not self.signals.received,
+                self.config, self.stepper.executor_of(self.state), self.layout.mesh, self.windows, self.token_bytes,
+                sequences, self.state.step, go_on=lambda done, total: show(done, total) or not self.stopping(),
             )
         if result is None:
             return None
@@ -134,9 +143,10 @@ class Trainer:
         return record
 
     def whole_evaluation_of_this_step(self) -> dict | None:
-        """The record of an earlier start of this finished run, if it got that far."""
-        records = [record for record in self.eval_file.records() if record["step"] == self.state.step and record["whole"]]
-        return records[-1] if records else None
+        """The record of an earlier start of this finished run, if it got that far; the first rank knows."""
+        records = self.eval_file.records() if self.leads else []
+        records = [record for record in records if record["step"] == self.state.step and record["whole"]]
+        return self.ranks.first_object(records[-1] if records else None, "an earlier evaluation")
 
     def save(self) -> None:
         """Save in the background, once for each step."""

@@ -136,7 +136,7 @@ def test_command_line_beats_recipe_and_recipe_beats_the_rest():
         (["model=smal"], "unknown choice model=smal (valid:"),
         (["optim=sgd"], "unknown choice optim=sgd (valid: adamw)"),
         (["model=null"], "unknown choice model=null (valid:"),
-        (["recipe=quick"], "unknown choice recipe=quick (valid: deepseek_v3, quickstart)"),
+        (["recipe=quick"], "unknown choice recipe=quick (valid: deepseek_v3, quickstart, v2, v2_lite)"),
         (["hydra.run.dir=x"], "unknown key 'hydra.run.dir'"),
         (["run.steps=1,2"], "run.steps: one value expected, got the several values '1,2'"),
         (["run.steps=ten"], "run.steps: integer or null expected, got 'ten'"),

@@ -4,6 +4,7 @@ import pytest
 
 from dstrain.config.compose import compose, groups
 from dstrain.config.schema import ModelConfig
+from dstrain.model.unit import list_units
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,8 @@ def test_every_model_trains_by_one_override(name):
 def test_every_choice_composes(group):
     needed = {"text": ["data.text=x"], "files": ["data.train=x"]}
     for choice in groups()[group]:
-        config = compose("train", [f"{group}={choice}", *(needed.get(choice, []) if group == "data" else [])])[0]
+        more = needed.get(choice, []) if group == "data" else ["model=v3_671b"] if group == "parallel" else []
+        config = compose("train", [f"{group}={choice}", *more])[0]
         if group == "precision":
             assert config.precision.name == choice
 
@@ -117,3 +119,13 @@ def test_every_schedule_reaches_its_last_token():
         schedule = compose("train", [f"schedule={name}"])[0].schedule
         for segments in (schedule.learning_rate, schedule.bias_speed, schedule.mtp_weight):
             assert resolve_until(segments[-1].until, schedule.tokens) == schedule.tokens
+
+
+@pytest.mark.parametrize(("recipe", "ranks"), [("v2_lite", 8), ("v2", 64), ("deepseek_v3", 2048)])
+def test_every_recipe_fits_its_ranks_from_the_first_batch_to_the_last(recipe, ranks):
+    from dstrain.parallel.layout import Layout
+
+    config = compose("train", [f"recipe={recipe}"])[0]
+    layout = Layout(config, ranks, rank=ranks - 1, local_size=8)
+    assert layout.mesh.pp * layout.mesh.edp * layout.mesh.ep == ranks
+    assert [unit for stage in layout.partition.stages for unit in stage] == list_units(config.model)

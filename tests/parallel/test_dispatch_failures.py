@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dstrain.parallel.dispatch import Done
 from dstrain.parallel.dispatch_all_to_all import AllToAllDispatcher
-from dstrain.parallel.dispatch_link import CommunicationFailure
+from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.dispatch_nodes import NodeLimitedDispatcher
 from dstrain.parallel.payload import PAYLOADS
 
@@ -35,7 +35,7 @@ def rank_1_is_missing(rank: int, size: int):
         return None
     try:
         route.dispatch(torch.ones(1, 5), torch.ones(1, 3)).wait()
-    except CommunicationFailure as failure:
+    except CommunicationError as failure:
         return str(failure)
     finally:
         dist.send(flag, dst=1)
@@ -65,7 +65,7 @@ def test_a_killed_rank_ends_the_others(monkeypatch):
     with pytest.raises(ranks.RankFailure, match="rank 3: died with exit code -9") as failure:
         ranks.spawn(rank_3_dies, 4, timeout=60)
     for rank in range(3):
-        assert f"CommunicationFailure: rank {rank} waited for ranks [" in str(failure.value)
+        assert f"CommunicationError: rank {rank} waited for ranks [" in str(failure.value)
 
 
 class Flat(AllToAllDispatcher):

@@ -54,7 +54,8 @@ def losses_with_changes(tmp_path):
         record.extend((result["loss"], result["grad_norm"]))
 
     def note_evaluation():
-        record.append(evaluate_heldout(config, model, stepper.dispatcher, windows, np.ones(config.model.vocab_size), 4)["loss"])
+        args = config, stepper.executor_of(state), stepper.mesh, windows, np.ones(config.model.vocab_size), 4
+        record.append(evaluate_heldout(*args, step=state.step)["loss"])
 
     note_step(), note_evaluation(), note_step(), note_evaluation()
     model.load_state_dict(older)

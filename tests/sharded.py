@@ -86,7 +86,7 @@ def tree(model, optimizer):
 
 
 def check_equal(model, optimizer, wanted):
-    """Assert that this rank's weights, biases and ranges of optimizer state are those of `wanted`, a `tree`; bit-equal."""
+    """Assert that this rank's weights, biases and ranges of optimizer state are bit for bit those of a `tree`."""
     replicas = optimizer.replicas
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, local(replicas, name, wanted[name])), name
@@ -113,7 +113,7 @@ def overwrite(model, optimizer, value):
 
 
 def numbered(**kinds):
-    """A single process whose every value says where it belongs: element i of a flattened tensor holds i and its kind."""
+    """A single process whose every value says where it belongs: a function of its index and its kind."""
     model, optimizer = build(**kinds)
     for name, state in optimizer.states.items():
         index = torch.arange(state.parameter.numel(), dtype=torch.float64)

@@ -2,7 +2,7 @@
 
     TEMPORARY/parts/3.json    of rank 3: the checksums of its files, or why it failed
 
-They are gone from a complete checkpoint. The writing threads use these and no collective, which training has for itself.
+They are gone from a complete checkpoint. The writing threads use these and no collectives: training needs those.
 """
 
 import json
@@ -32,7 +32,7 @@ def report(folder: Path, rank: int, sums: Sums) -> None:
 
 
 def report_failure(folder: Path, rank: int, why: str) -> None:
-    """This rank's files will not come. On a full or a broken disk this may fail too; then the first rank's wait ends."""
+    """This rank's files will not come. On a broken disk this may fail too; then the first rank's wait ends."""
     try:
         _write(folder, rank, {"error": why})
     except OSError:
@@ -58,8 +58,8 @@ def collect(folder: Path, ranks: Iterable[int], timeout: float) -> Sums:
         if not missing:
             shutil.rmtree(folder / PARTS)
             return sums
-    names = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
-    raise TimeoutError(f"no word after {timeout:g} s that their part is written from rank{'s' if len(missing) > 1 else ''} {names}")
+    names = ("ranks " if len(missing) > 1 else "rank ") + ", ".join(map(str, sorted(missing)[:8]))
+    raise TimeoutError(f"after {timeout:g} s no part has come from {names}{', …' if len(missing) > 8 else ''}")
 
 
 def wait_for_first(folder: Path, timeout: float) -> None:

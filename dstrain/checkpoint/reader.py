@@ -50,7 +50,7 @@ class CheckpointReader:
                 raise CorruptCheckpoint(f"checkpoint {self.path}: {Path(file).name}: {error}") from error
 
     def fill_range(self, name: str, into: torch.Tensor, first: int) -> None:
-        """Copy elements [first, first + n) of `name`, flattened, into [n]. Whole rows are read, of what is no vector."""
+        """Copy elements [first, first + n) of `name`, flattened, into [n]; of a matrix whole rows are read."""
         shape, _ = self.kinds[name]
         width, count = torch.Size(shape[1:]).numel(), len(into)
         if not count:

@@ -33,7 +33,7 @@ class Slot:
 
 class Bucket:
     def __init__(self, group: Group, slots: list[Slot], main: torch.dtype):
-        """Moves the parameters of `slots`, with their values, into a new flat buffer; their main_grads begin at zero."""
+        """Moves the parameters of `slots`, with their values, into a new flat buffer; main_grads begin at zero."""
         self.group, self.slots = group, slots
         last = slots[-1]
         size = _up(last.begin + last.parameter.numel(), ALIGN * group.size)

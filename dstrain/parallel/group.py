@@ -72,7 +72,7 @@ class Group:
         return self._start(lambda: dist.all_reduce(tensor, group=self.handle, async_op=True), f"all-reduce of {what}")
 
     def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """values [n], few -> their sum over the ranks, added up in the order of ranks: every rank gets the same bits."""
+        """values [n], few -> their sum over the ranks, added up in their order: every rank gets the same bits."""
         everyone = values.new_empty(self.size * len(values))
         self.own(everyone).copy_(values)
         self.all_gather(everyone, what).wait()
@@ -84,7 +84,8 @@ class Group:
         """Every rank's value, in the order of ranks."""
         everyone: list[Any] = [value] * self.size
         if self.size > 1:
-            _named(f"exchange of {what} over {self}", lambda: dist.all_gather_object(everyone, value, group=self.handle))
+            _named(f"exchange of {what} over {self}",
+                   lambda: dist.all_gather_object(everyone, value, group=self.handle))
         return everyone
 
     def first_object(self, value: T, what: str) -> T:

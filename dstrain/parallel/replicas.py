@@ -1,8 +1,8 @@
 """Who else holds a parameter (DESIGN §1.4): its replica group, derived from its name.
 
 A stage's weights are on every pipeline rank that holds the stage: one, or two in DualPipe. Embedding and projection are
-wherever a unit uses them. On those pipeline ranks an expert is on the edp ranks that have its number, everything else on
-all dp ranks. Gradients are summed over this group, optimizer state is divided among it.
+wherever a unit uses them. On those pipeline ranks an expert is on the edp ranks that have its number, everything else
+on all dp ranks. Gradients are summed over this group, optimizer state is divided among it.
 """
 
 import re

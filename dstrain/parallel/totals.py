@@ -24,7 +24,7 @@ def total_sums(mesh: Mesh, sums: torch.Tensor) -> torch.Tensor:
 
 
 def total_loads(mesh: Mesh, model: Model, layers: list[int]) -> torch.Tensor:
-    """int64 [layers, experts], what all routers of the world have counted; layers: every MoE layer of the whole model."""
+    """int64 [layers, experts], what all routers of the world have counted; layers: all MoE layers of the model."""
     total = torch.zeros(len(layers), model.config.n_routed_experts, dtype=torch.int64, device=model.device)
     for layer, router in zip(model.moe_layers, model.routers, strict=True):
         total[layers.index(layer)] = router.load

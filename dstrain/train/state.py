@@ -116,7 +116,8 @@ def restore(model: Model, optimizer: AdamW, path: Path) -> None:
         weights = whole_kinds(model)
         trained = {name: math.prod(shape) for name, (shape, _) in weights.items() if not name.endswith(BIAS)}
         moments = {
-            prefix + name: ((numel,), torch.float32) for name, numel in trained.items() for prefix in (EXP_AVG, EXP_AVG_SQ)
+            prefix + name: ((numel,), torch.float32)
+            for name, numel in trained.items() for prefix in (EXP_AVG, EXP_AVG_SQ)
         }
         _require(reader, {**weights, **moments, RNG: (tuple(generator.shape), generator.dtype)}, ("",))
         _fill(model, optimizer, reader, list(model.state_dict()), moments=True)
@@ -209,8 +210,8 @@ def _fill(model: Model, optimizer: AdamW, reader: CheckpointReader, names: list[
 def _fill_weight(reader: CheckpointReader, name: str, state: ParameterState, begin: int) -> None:
     """A parameter, which begins at element `begin` of the flattened global one, and this rank's range of its master.
 
-    A master is stored only where the weight was narrower, and then it is the truth and the weight its rounding; else the
-    weight is the truth, in whatever precision it was stored.
+    A master is stored only where the weight was narrower, and then it is the truth and the weight its rounding; else
+    the weight is the truth, in whatever precision it was stored.
     """
     truth = MASTER + name if MASTER + name in reader.kinds else name
     parameter = state.parameter.detach().view(-1)

@@ -120,7 +120,7 @@ def fail_on_one_rank(rank, size, root):
     spoilt(2, "rank 2: OSError: [Errno 28] No space left on device")
     if rank == 1:  # writes and says nothing, as a rank that hangs
         once(lambda *args: None, real_report, "report", parts)
-    spoilt(3, "no word after 2 s that their part is written from rank 1")
+    spoilt(3, "after 2 s no part has come from rank 1")
     if rank == 0:
         once(full, real_seal, "seal", store_module)
     spoilt(4, "OSError: [Errno 28] No space left on device")

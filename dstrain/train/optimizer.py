@@ -146,7 +146,7 @@ class AdamW:
             bucket.zero_rest()
         for gather in gathers:
             gather.wait()
-        weights_were_written()
+        weights_were_written()  # into the buckets, which the parameters' version counters do not see
         self.reduction.reset()
 
     def _update(self, state: ParameterState, scalars: torch.Tensor) -> None:

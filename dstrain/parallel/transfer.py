@@ -59,7 +59,7 @@ class Channels:
         return dist.irecv(tensor, self.members[source], group=self.groups[source, target])
 
     def wait(self, work: dist.Work) -> None:
-        """On the CPU the host waits, with a timeout. On CUDA the stream does, and NCCL's watchdog has the timeout."""
+        """On the CPU the host waits, with the timeout. On CUDA the stream does, and NCCL's watchdog has the timeout."""
         if self.device.type == "cuda":
             work.wait()
         else:
@@ -70,7 +70,8 @@ class Transfer:
     """One rank's messages during one run of its list.
 
     What was sent is kept until it is gone. NCCL tells when; gloo tells only who waits, so there the schedule has to: a
-    message that a rank made in its action k proves that everything it needed up to k has arrived.
+    rank that made a message in its action k has posted its receives for all actions up to k, so waiting for what they
+    take is a matter of the wire alone.
     """
 
     def __init__(self, channels: Channels, rank: int, traffic: Traffic, empty: Callable[[Message], torch.Tensor]):
@@ -95,8 +96,8 @@ class Transfer:
         """The tensor of a message that was posted."""
         work, buffer = self.posted.pop(message)
         self._wait(work, message)
-        arrived = self.produced_at[message]
-        for earlier in [m for m in self.sent if m.target == message.source and self.needed_at[m] <= arrived]:
+        reached = self.produced_at[message]  # how far its list the other rank has come
+        for earlier in [m for m in self.sent if m.target == message.source and self.needed_at[m] <= reached]:
             self._wait(self.sent.pop(earlier)[0], earlier)
         return buffer
 

@@ -16,6 +16,7 @@ from dstrain.parallel.schedules.build import build_schedule
 from dstrain.parallel.schedules.messages import messages
 from dstrain.parallel.transfer import Channels
 from dstrain.precision.main_grad import attach_main_grads
+from dstrain.precision.policy import resolve_precision
 
 # MTP depth 4, heads on different stages, one dense block: 10 units, for up to the 8 stages of DualPipeV on 4 ranks.
 CONFIG = tiny_config(num_hidden_layers=4, num_nextn_predict_layers=4, mtp_depth_weights=[0.4, 0.3, 0.2, 0.1])
@@ -47,15 +48,15 @@ def loss_weights(config, batches: list[MicroBatch]) -> LossWeights:
     return LossWeights.of_batch(counts, sequences, MTP_WEIGHT, config.depth_weights, ALPHA)
 
 
-def build(config, dtype, share: Share | None = None) -> Model:
+def build(config, precision: str, share: Share | None = None) -> Model:
     """The model or a share of it, with the oracle's random weights."""
-    weights = random_weights(config, seed=3)
-    model = Model(config, dtype, share)
+    weights, chosen = random_weights(config, seed=3), resolve_precision(precision, DEVICE)
+    model = Model(config, chosen.compute, share, fp8=chosen.fp8)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             held = model.share.experts
             tensor.copy_(weights[name][held.start : held.stop] if ".mlp.experts." in name else weights[name])
-    attach_main_grads(model, torch.promote_types(dtype, torch.float32))
+    attach_main_grads(model, chosen.main)
     return model
 
 
@@ -69,9 +70,9 @@ def results(model: Model, sums: LossSums) -> dict:
     }
 
 
-def single_process(config, dtype, batches: list[MicroBatch]) -> dict:
+def single_process(config, precision, batches: list[MicroBatch]) -> dict:
     """What one process computes for these micro-batches: the right values."""
-    model, sums = build(config, dtype), LossSums(config.num_nextn_predict_layers, DEVICE)
+    model, sums = build(config, precision), LossSums(config.num_nextn_predict_layers, DEVICE)
     weights = loss_weights(config, batches)
     for batch in batches:
         forward_backward(model, batch, LocalDispatcher(), sums, weights)
@@ -85,7 +86,7 @@ class Rank:
     """
 
     def __init__(
-        self, name, ranks, micro_batches, config, dtype, rank, world, *,
+        self, name, ranks, micro_batches, config, precision, rank, world, *,
         apart=False, experts=None, dispatcher=None, **options,
     ):  # fmt: skip
         self.schedule = build_schedule(name, ranks, micro_batches)
@@ -94,7 +95,7 @@ class Rank:
         self.rank = next(members.index(rank) for members in pipelines if rank in members)
         channels = Channels(set(messages(self.schedule).order), pipelines, 60.0, DEVICE) if ranks > 1 else None
         mine = [unit for stage in self.schedule.stages_of(self.rank) for unit in stages[stage]]
-        self.model = build(config, dtype, Share.of_units(config, mine, experts))
+        self.model = build(config, precision, Share.of_units(config, mine, experts))
         self.sums = LossSums(config.num_nextn_predict_layers, DEVICE)
         self.executor = Executor(
             self.schedule, self.rank, self.model, stages, dispatcher or LocalDispatcher(), channels, **options

@@ -110,7 +110,7 @@ def test_a_pair_of_four_layers_takes_the_published_time(monkeypatch, overlap, fa
     """The blocks' own phases and waits, run for real; only the clock is made. Published order and medians: 130.5 ms."""
     config = tiny_config(first_k_dense_replace=0, num_hidden_layers=4, num_nextn_predict_layers=0)
     units = [unit for unit in list_units(config) if unit.kind == "block"]
-    model, clock = build(config, torch.float64), HandClock()
+    model, clock = build(config, "fp64"), HandClock()
     batches = make_batches(config, 2)
     sums, weights = LossSums(0, DEVICE), loss_weights(config, batches)
     hidden = [torch.randn(len(b.tokens), b.length, config.hidden_size, dtype=torch.float64) for b in batches]
@@ -155,7 +155,7 @@ def test_pairs_of_any_two_stages_give_equal_bits(forward, backward):
 
 def run_two(forward, backward, overlap):
     """One chunk forward and another back, between each other or one after the other."""
-    model, units, batches = build(CONFIG, torch.float32), list_units(CONFIG), make_batches(CONFIG, 2)
+    model, units, batches = build(CONFIG, "fp32"), list_units(CONFIG), make_batches(CONFIG, 2)
     sums, weights = LossSums(CONFIG.num_nextn_predict_layers, DEVICE), loss_weights(CONFIG, batches)
     generator = torch.Generator().manual_seed(11)
 

@@ -27,7 +27,7 @@ def run(rank, world):
     for overlap in (True, False):
         dispatcher = AllToAllDispatcher(groups[rank // 2], 8, PAYLOADS["compute"], DEVICE)
         one = Rank(
-            "dualpipe", 2, 6, CONFIG, torch.float64, rank, world,
+            "dualpipe", 2, 6, CONFIG, "fp64", rank, world,
             apart=True, experts=HALVES[expert_rank], dispatcher=dispatcher, overlap=overlap,
         )  # fmt: skip
         weights = loss_weights(CONFIG, batches_of(0) + batches_of(1))
@@ -42,7 +42,7 @@ def of_ranks():
 
 
 def test_pipeline_and_expert_ranks_together_equal_the_single_process(of_ranks):
-    expected = single_process(CONFIG, torch.float64, batches_of(0) + batches_of(1))
+    expected = single_process(CONFIG, "fp64", batches_of(0) + batches_of(1))
     found = [one[True] for one in of_ranks]
     torch.testing.assert_close(sum(one["losses"] for one in found), expected["losses"], rtol=1e-12, atol=0)
     for layer, load in expected["loads"].items():

@@ -24,7 +24,7 @@ def without_cycle_collector():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_activations_go_with_their_backward(monkeypatch, without_cycle_collector, overlap):
     """Counted are blocks' passes that anything still refers to: after an action just those of the chunks under way."""
-    one = Rank("dualpipev", 1, 4, CONFIG, torch.float32, 0, 1, overlap=overlap)
+    one = Rank("dualpipev", 1, 4, CONFIG, "fp32", 0, 1, overlap=overlap)
     batches = make_batches(CONFIG, 4)
     passes, seen = weakref.WeakSet(), []
     init, do = BlockPass.__init__, executing._Run.do
@@ -52,7 +52,7 @@ def longest_kept(rank, world):
     most = {}
     send = Transfer.send
     for name in ("1f1b", "dualpipe"):
-        one = Rank(name, 2, 12, CONFIG, torch.float32, rank, world)
+        one = Rank(name, 2, 12, CONFIG, "fp32", rank, world)
         batches = make_batches(CONFIG, 12, length=4)
 
         def counted(self, message, tensor, name=name):
@@ -86,7 +86,7 @@ def test_what_was_sent_is_not_kept_until_the_end_of_the_step():
 
 
 def test_weight_gradients_out_of_order_or_left_over_are_found():
-    one = Rank("dualpipev", 1, 2, CONFIG, torch.float32, 0, 1)
+    one = Rank("dualpipev", 1, 2, CONFIG, "fp32", 0, 1)
     batches = make_batches(CONFIG, 2)
     actions = one.schedule.actions[0]
     places = [i for i, action in enumerate(actions) if action.kind == "W"]

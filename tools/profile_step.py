@@ -48,7 +48,7 @@ def main() -> None:
         torch.set_num_threads(config.run.threads)
     if config.run.compile:
         compile_kernels()
-    precision = resolve_precision(config.precision.name, device)
+    precision = resolve_precision(config.precision.name, device, config.precision.backend, config.precision.scales)
     mark_phases()
     stepper = make_stepper(config, precision, device)
     state = RunState()

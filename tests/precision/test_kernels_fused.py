@@ -65,9 +65,10 @@ def test_swiglu_lets_nan_and_infinity_through_to_the_tiles_that_hold_them():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 1), (9, 130), (20, 576)], ids=str)
 def test_rms_norm(shape, dtype):
-    x = values(*shape, dtype, 0)
+    """Also where eps is not small beside the mean square."""
     weight = 1 + values(1, shape[1], torch.float32, 1)[0].contiguous()
-    for power_of_two in (True, False):
+    for power_of_two, factor in ((True, 1), (False, 1), (True, 1e-4)):
+        x = values(*shape, dtype, 0) * factor
         result = rms_norm.rms_norm_quantize(x, weight, 1e-6, power_of_two)
         assert alike(result, definitions.rms_norm_quantize(x, weight, 1e-6, power_of_two))
 

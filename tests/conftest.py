@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 try:
     import triton.experimental.gluon  # noqa: F401  (imported by the first launch, it insists on the variable)
 
-    from dstrain.precision.kernels import blocks, e5m6, gemm, grouped_gemm, permute, rms_norm, swiglu, tiles  # noqa: F401
+    from dstrain.precision.kernels import blocks, e5m6, gemm, grouped_gemm, permute, rms_norm, swiglu  # noqa: F401
     from dstrain.precision.kernels.interpreter import correct_casts
 
     correct_casts()

@@ -8,8 +8,8 @@ SHAPES = [(1, 1), (3, 7), (130, 130), (133, 192), (40, 576), (257, 128)]
 def adversarial(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Random values over 50 orders of magnitude, and patches of 16x64 with what breaks quantisers.
 
-    Zeros, one value among zeros, subnormals, the largest numbers, exact powers of two and 448 times them, halves between
-    two codes, values near 1e-10; NaN and infinities each in a patch of their own.
+    Zeros, one value among zeros, subnormals, the largest numbers, exact powers of two and 448 times them, halves
+    between two codes, values near 1e-10; NaN and infinities each in a patch of their own.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator)

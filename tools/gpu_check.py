@@ -2,7 +2,7 @@
 
     python tools/gpu_check.py                    # a machine with a GPU; within 5 minutes
     python tools/gpu_check.py out=tools/results/gpu_check.md
-    python tools/gpu_check.py --dry              # without one: Triton's interpreter, small shapes; its speeds mean nothing
+    python tools/gpu_check.py --dry              # without one: Triton's interpreter, small shapes, no speeds
 
 Needs torch, triton and hydra-core, and this repository. A line that fails says why and the rest goes on; the exit code
 is 1 if any did. What a machine cannot do (a backend whose package is missing) is left out by name.
@@ -26,27 +26,26 @@ if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import triton  # noqa: E402
-from fp8_cases import adversarial, alike, same  # noqa: E402
+from gpu_right import normal, right  # noqa: E402
 
 from dstrain.config.errors import InputError  # noqa: E402
-from dstrain.precision import e5m6 as e5m6_definition  # noqa: E402
-from dstrain.precision import fp8_blocks, fp8_tiles  # noqa: E402
 from dstrain.precision.fp8_gemm import BACKENDS, Scaled, backend  # noqa: E402
-from dstrain.precision.kernels import (  # noqa: E402
-    blocks, definitions, e5m6, gemm, grouped_gemm, permute, rms_norm, swiglu, tiles,
-)
+from dstrain.precision.kernels import blocks, e5m6, permute, rms_norm, swiglu, tiles  # noqa: E402
 from dstrain.precision.kernels.interpreter import correct_casts  # noqa: E402
 
 DEVICE = torch.device("cpu" if DRY else "cuda")
 BUDGET = 270.0  # seconds after which no further line is begun
 BEGAN = time.perf_counter()
 # N, K and DeepGEMM's TFLOPS on an H800 (REFERENCE §5)
-DENSE = [(2112, 7168, 1058), (24576, 1536, 990), (32768, 512, 590), (7168, 16384, 1358), (4096, 7168, 1304), (7168, 2048, 1025)]
+DENSE = [
+    (2112, 7168, 1058), (24576, 1536, 990), (32768, 512, 590),
+    (7168, 16384, 1358), (4096, 7168, 1304), (7168, 2048, 1025),
+]
 GROUPED = [(4096, 7168, 1288), (7168, 2048, 1093)]
 ROWS, EXPERTS = 4096, 8
 if DRY:
@@ -96,7 +95,8 @@ def main() -> int:
     device = "interpreter on a CPU" if DRY else torch.cuda.get_device_name()
     report.say(f"{device}; torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}\n")
     report.say("| section | what | result |\n|---|---|---|")
-    for section in (right, products, grouped_products, bandwidth, training):
+    right(report, DEVICE, DRY)
+    for section in (products, grouped_products, bandwidth, training):
         section(report)
     seconds = time.perf_counter() - BEGAN
     report.say(f"\n{len(report.failed)} failed, {len(report.left_out)} left out, {seconds:.0f} s")
@@ -111,122 +111,7 @@ def main() -> int:
     return int(bool(report.failed))
 
 
-# Right -----------------------------------------------------------------------------------------------------------
-
-
-def right(report: Report) -> None:
-    def compare(name, result, expected, equal=same):
-        def work():
-            if not equal(result(), expected()):
-                raise AssertionError("differs from the definition")
-            return "equal bit by bit" if equal is same else "equal but for the last bit of FP32"
-
-        report.line("right", name, work)
-
-    for rows, cols in [(70, 130)] if DRY else [(1, 1), (133, 192), (576, 7168), (2112, 1536)]:
-        for dtype in (torch.bfloat16, torch.float32):
-            x = adversarial(rows, cols, dtype).to(DEVICE)
-            name = f"{rows} x {cols} {str(dtype).removeprefix('torch.')}"
-            offsets = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32, device=DEVICE)
-            for power in (True, False):
-                kind = f"{name}, {'power-of-two' if power else 'FP32'} scales"
-                compare(f"1x128 tiles, {kind}", lambda: tiles.quantize_rows(x, power), lambda: fp8_tiles.quantize_rows(x, power))
-                compare(
-                    f"both orientations, {kind}", lambda: tiles.quantize_both(x, None, power),
-                    lambda: (fp8_tiles.quantize_rows(x, power), fp8_tiles.quantize_columns(x, None, power)),
-                )
-                compare(
-                    f"columns of experts, {kind}", lambda: tiles.quantize_columns(x, offsets, power),
-                    lambda: definitions.columns(x, offsets, power),
-                )
-                compare(
-                    f"128x128 blocks, {kind}", lambda: blocks.quantize_weight(x, power)[0],
-                    lambda: fp8_blocks.quantize_blocks(x, power),
-                )
-            compare(f"E5M6, {name}", lambda: e5m6.quantize_e5m6(x), lambda: e5m6_definition.quantize_e5m6(x))
-            packed = e5m6_definition.quantize_e5m6(x)
-            compare(
-                f"E5M6 to columns, {name}", lambda: e5m6.e5m6_to_columns(*packed, cols),
-                lambda: e5m6_definition.e5m6_to_columns(*packed, cols),
-            )
-    rows, cols = (70, 256) if DRY else (4096, 2048)
-    gate, up, grad = (normal(rows, cols, seed=seed).bfloat16() for seed in range(3))
-    weight = normal(rows, 1, seed=3).flatten()
-    offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device=DEVICE)
-    kept = definitions.swiglu_quantize(gate, up, weight)[1:]
-    compare("SwiGLU", lambda: swiglu.swiglu_quantize(gate, up, weight), lambda: definitions.swiglu_quantize(gate, up, weight), alike)
-    compare(
-        "SwiGLU backward", lambda: swiglu.swiglu_backward_quantize(grad, *kept, weight, offsets),
-        lambda: definitions.swiglu_backward_quantize(grad, *kept, weight, offsets), alike,
-    )
-    norm = normal(1, cols, seed=4)[0].contiguous()
-    compare(
-        "RMSNorm", lambda: rms_norm.rms_norm_quantize(gate, norm, 1e-6),
-        lambda: definitions.rms_norm_quantize(gate, norm, 1e-6), alike,
-    )
-    index = (torch.arange(3 * rows, device=DEVICE) * 7) % rows
-    compare("permute", lambda: permute.permute(*kept[0], index), lambda: definitions.permute(*kept[0], index))
-    slots = index.view(rows, 3) - 1
-    compare("unpermute", lambda: permute.unpermute(gate, slots), lambda: definitions.unpermute(gate, slots))
-    for name, (result, a, b) in product_cases().items():
-        report.line("right", name, lambda result=result, a=a, b=b: product_error(result(), a, b))
-
-
-def product_cases() -> dict:
-    """Name: what computes a product in FP32, and its operands in float64. Ragged sizes, experts without rows."""
-    m, n, k, counts = (70, 150, 300, [5, 0, 65]) if DRY else (1000, 1100, 1296, [700, 0, 300])
-    offsets = torch.tensor(counts, device=DEVICE).cumsum(0).int()
-    x, dy, weight = normal(m, k, seed=5), normal(m, n, seed=6), normal(len(counts), n, k, seed=7)
-    a, b = fp8_tiles.quantize_rows(x), fp8_blocks.quantize_blocks(weight)
-    dense = [part.double() for part in (fp8_tiles.dequantize_rows(*a, torch.float32), fp8_blocks.dequantize_blocks(*b, torch.float32))]
-    columns = [fp8_tiles.quantize_columns(y) for y in (dy, x)]
-    by_expert = [definitions.columns(y, offsets) for y in (dy, x)]
-    wide = [fp8_tiles.dequantize_columns(*fp8_tiles.quantize_columns(y, offsets), offsets, torch.float32) for y in (dy, x)]
-
-    def run(function, size, *arguments, **named):
-        out = torch.zeros(size, device=DEVICE)
-        function(*arguments, out, **named)
-        return out
-
-    parts = [[y.double() for y in x.split(counts, dim=1)] for x in wide]
-    return {
-        "product": (lambda: run(gemm.matmul, (m, n), *a, b[0][0], b[1][0]), dense[0], dense[1][0]),
-        "product into FP32": (
-            lambda: run(gemm.matmul, (n, k), *columns[0], *columns[1], accumulate=True),
-            *(fp8_tiles.dequantize_columns(*c, None, torch.float32).double() for c in columns),
-        ),
-        "product of experts": (
-            lambda: run(grouped_gemm.grouped_matmul, (m, n), *a, *b, offsets), list(dense[0].split(counts)), list(dense[1]),
-        ),
-        "product of experts into FP32": (
-            lambda: run(grouped_gemm.grouped_accumulate, (len(counts), n, k), *by_expert[0], *by_expert[1], offsets), *parts,
-        ),
-    }
-
-
-def product_error(result: torch.Tensor, a, b) -> tuple[str, float]:
-    """The largest error in units of the sum of a result's terms' magnitudes; 1e-3 is what the tensor cores may lose."""
-    if isinstance(a, list):
-        pieces = result if result.ndim == 3 else result.split([len(part) for part in a])
-    else:
-        pieces, a, b = [result], [a], [b]
-    worst = 0.0
-    for piece, left, right_ in zip(pieces, a, b, strict=True):
-        if piece.numel() and left.shape[1]:
-            size = (left.abs() @ right_.abs().t()).clamp_min(1e-300)
-            worst = max(worst, ((piece.double() - left @ right_.t()).abs() / size).max().item())
-        elif piece.any():
-            raise AssertionError("an expert without rows has a result")
-    if not worst <= 1e-3:
-        raise AssertionError(f"error {worst:.2e} of the terms' magnitudes, more than 1e-3")
-    return f"error {worst:.1e} of the terms' magnitudes", worst
-
-
 # Fast ------------------------------------------------------------------------------------------------------------
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def seconds(work) -> float:
@@ -243,6 +128,8 @@ def speed(report: Report, name: str, flop: float, published: float | None, conte
     for who, prepare in contestants.items():
         def work(prepare=prepare):
             tflops = flop / seconds(prepare()) / 1e12
+            if DRY:
+                return "ran"
             beside = f", {tflops / published:.0%} of DeepGEMM's {published} on an H800" if published else ""
             return f"{tflops:.0f} TFLOPS{beside}", tflops
 
@@ -259,7 +146,7 @@ def backends() -> list[str]:
 
 def products(report: Report) -> None:
     for n, k, published in DENSE:
-        x, weight = normal(ROWS, k, seed=0).bfloat16(), normal(n, k, seed=1).bfloat16()
+        x, weight = normal(DEVICE, ROWS, k, seed=0).bfloat16(), normal(DEVICE, n, k, seed=1).bfloat16()
         a, b = tiles.quantize_rows(x), blocks.quantize_weight(weight)[0]
 
         def fp8(name, a=a, b=b):
@@ -278,7 +165,8 @@ def grouped_products(report: Report) -> None:
         counts = (shares * ROWS / 128).round().int() * 128 if not DRY else (shares * ROWS).int()
         counts[-1] = rows - counts[:-1].sum()
         offsets = counts.cumsum(0).int().to(DEVICE)
-        x, dy, weight = (normal(*s, seed=i).bfloat16() for i, s in enumerate([(rows, k), (rows, n), (EXPERTS, n, k)]))
+        sizes = [(rows, k), (rows, n), (EXPERTS, n, k)]
+        x, dy, weight = (normal(DEVICE, *size, seed=seed).bfloat16() for seed, size in enumerate(sizes))
         a, b = tiles.quantize_rows(x), blocks.quantize_weight(weight)[0]
         dy_columns, x_columns = tiles.quantize_columns(dy, offsets), tiles.quantize_columns(x, offsets)
         out = torch.zeros(EXPERTS, n, k, device=DEVICE)
@@ -305,11 +193,11 @@ def grouped_products(report: Report) -> None:
 
 def bandwidth(report: Report) -> None:
     rows, cols = (40, 256) if DRY else (16384, 7168)
-    x = normal(rows, cols, seed=0).bfloat16()
+    x = normal(DEVICE, rows, cols, seed=0).bfloat16()
     target, n, mid = torch.empty_like(x), rows * cols, cols // 2
     codes = tiles.quantize_rows(x)
     packed = e5m6.quantize_e5m6(x)
-    gate, up, weight = x[:, :mid].contiguous(), x[:, mid:].contiguous(), normal(rows, 1, seed=1).flatten()
+    gate, up, weight = x[:, :mid].contiguous(), x[:, mid:].contiguous(), normal(DEVICE, rows, seed=1)
     kept = swiglu.swiglu_quantize(gate, up, weight)[1:]
     norm, index = torch.ones(cols, device=DEVICE), torch.arange(rows - 1, -1, -1, device=DEVICE)
     half = rows * mid
@@ -332,6 +220,8 @@ def bandwidth(report: Report) -> None:
     for name, (run, size) in work.items():
         def line(run=run, size=size):
             rate = size / seconds(run) / 1e9
+            if DRY:
+                return "ran"
             copy.append(rate)
             return f"{rate:.0f} GB/s, {rate / copy[0]:.0%} of a copy", rate
 
@@ -358,7 +248,7 @@ def training(report: Report) -> None:
         bf16, fp8 = losses["bf16"], losses["fp8"]
         distance = max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) / bf16[0]
         if not distance < 0.02:
-            raise AssertionError(f"the losses differ by up to {distance:.2%} of the first, more than 2 %: {bf16}, {fp8}")
+            raise AssertionError(f"they differ by up to {distance:.2%} of the first loss, more than 2 %: {bf16}, {fp8}")
         return f"up to {distance:.2%} of the first loss", distance
 
     report.line("training", "distance of the two losses", gap)

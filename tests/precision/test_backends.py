@@ -56,7 +56,9 @@ def test_a_backend_that_cannot_run_here_says_in_one_line_what_it_needs(name):
         fp8_gemm.backend(name, CPU)
     text = str(error.value)
     assert f"precision.backend={name} needs" in text and "\n" not in text
-    wanted = {"torch": "Hopper", "transformer_engine": "transformer-engine[pytorch]>=2.12", "deepgemm": "deep_gemm>=2.1"}
+    wanted = {
+        "torch": "Hopper", "transformer_engine": "transformer-engine[pytorch]>=2.12", "deepgemm": "deep_gemm>=2.1",
+    }
     assert wanted[name] in text
 
 
@@ -66,7 +68,8 @@ def test_other_gpus_old_versions_and_missing_triton_are_named(monkeypatch):
     with pytest.raises(InputError, match=r"Hopper GPU \(compute capability 9.0\); NVIDIA L40S has 8.9"):
         requirements.require_hopper("torch", torch.device("cuda"))
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda module: object())
-    monkeypatch.setattr(requirements.importlib.metadata, "version", lambda name: "3.9.0" if name == "triton" else "2.9.0")
+    versions = {"triton": "3.9.0", "transformer-engine": "2.9.0"}
+    monkeypatch.setattr(requirements.importlib.metadata, "version", versions.get)
     with pytest.raises(InputError, match="transformer-engine.*>=2.12; 2.9.0 is installed"):
         transformer_engine.TransformerEngine.require(CPU)
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda module: None)
@@ -76,7 +79,8 @@ def test_other_gpus_old_versions_and_missing_triton_are_named(monkeypatch):
 
 def test_uninterpreted_kernels_ask_for_a_hopper_gpu():
     code = (
-        "import torch\nfrom dstrain.precision.backends.triton_kernels import Triton\nfrom dstrain.config.errors import InputError\n"
+        "import torch\nfrom dstrain.config.errors import InputError\n"
+        "from dstrain.precision.backends.triton_kernels import Triton\n"
         "try: Triton.require(torch.device('cpu'))\nexcept InputError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -160,7 +164,8 @@ class DeepGemmSource:
 
     @staticmethod
     def k_grouped_fp8_gemm_nt_contiguous(a, b, d, sizes, sizes_on_device, c=None):
-        assert c is d and d.is_contiguous() and sizes == sizes_on_device.tolist() and not any(size % 128 for size in sizes)
+        assert c is d and d.is_contiguous() and sizes == sizes_on_device.tolist()
+        assert not any(size % 128 for size in sizes)
         assert a[0].ndim == b[0].ndim == 1
         done = 0
         for expert, size in enumerate(sizes):
@@ -232,7 +237,8 @@ def test_products_of_experts_are_a_loop_over_experts(chosen, counts, spare):
     """Right values: each expert's rows alone, quantised by the definition. Rows of nobody reach neither result."""
     n, k, experts = 24, 144, len(counts)
     offsets = torch.tensor(counts).cumsum(0).int()
-    rows, weights, dy = random(sum(counts) + spare, k, seed=0), random(experts, n, k, seed=1), random(sum(counts) + spare, n, seed=2)
+    rows, dy = (random(sum(counts) + spare, size, seed=size) for size in (k, n))
+    weights = random(experts, n, k, seed=1)
     x, (weight, _), columns = (
         chosen.quantize_rows(rows), chosen.quantize_weight(weights), chosen.quantize_columns(dy, offsets)
     )

@@ -21,7 +21,7 @@ def compiled(tmp_path_factory):
     assert run.returncode == 0, run.stderr[-2000:]
     result = json.loads(run.stdout.splitlines()[-1])
     for name, numbers in result.items():
-        print(f"{name:28} registers {numbers['registers']:3}  shared memory {numbers['shared']:6}  spilled {numbers['stack']}")
+        print(f"{name:28} registers {numbers['registers']:3}  shared {numbers['shared']:6}  spilled {numbers['stack']}")
     return result
 
 
@@ -41,5 +41,6 @@ def test_products_are_e4m3_warp_group_products_fed_by_wide_asynchronous_copies(c
 
 
 def test_memory_bound_kernels_move_16_bytes_at_once(compiled):
-    for name in ("quantize_rows", "quantize_both", "requantize_columns", "quantize_weight", "swiglu", "rms_norm", "permute"):
+    names = "quantize_rows", "quantize_both", "requantize_columns", "quantize_weight", "swiglu", "rms_norm", "permute"
+    for name in names:
         assert compiled[name]["wide"] >= 4, name

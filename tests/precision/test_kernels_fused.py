@@ -53,7 +53,8 @@ def test_swiglu_lets_nan_and_infinity_through_to_the_tiles_that_hold_them():
     gate[3, 5], up[7, 200] = torch.nan, torch.inf
     result, expected = swiglu.swiglu_quantize(gate, up), definitions.swiglu_quantize(gate, up)
     assert [scale.isnan().nonzero().tolist() for _, scale in result] == [[[3, 0], [7, 1]], [[3, 0]], [[7, 1]]]
-    assert all(alike(scale.nan_to_num(-1.0), other.nan_to_num(-1.0)) for (_, scale), (_, other) in zip(result, expected))
+    for (_, scale), (_, other) in zip(result, expected):
+        assert alike(scale.nan_to_num(-1.0), other.nan_to_num(-1.0))
     grad = values(40, 256, torch.bfloat16, 2)
     product, (dgate, dgate_columns), (dup, _), _ = swiglu.swiglu_backward_quantize(grad, *result[1:])
     # kept inputs: row 3 is NaN in columns 0 to 127, row 7 in 128 to 255, so every column holds one
@@ -74,7 +75,7 @@ def test_rms_norm(shape, dtype):
 
 
 def test_rows_travel_to_experts_and_back():
-    """Permuted rows are the tokens' own bits. Back, a token with no rows is zero, and sums follow the choices' order."""
+    """Permuted rows are the tokens' own bits. Back, a token without rows is zero; sums follow the choices' order."""
     codes, scales = quantize_rows(adversarial(40, 200, torch.bfloat16))
     index = torch.randint(0, 40, (90,), generator=torch.Generator().manual_seed(0))
     for kind in (torch.int32, torch.int64):
@@ -86,5 +87,6 @@ def test_rows_travel_to_experts_and_back():
         rows = values(90, 300, dtype, 4)
         result = permute.unpermute(rows, slots)
         assert same(result, definitions.unpermute(rows, slots)) and not result[7].any()
-        exact = torch.stack([sum(rows[i].double() for i in token if i >= 0) + torch.zeros(300).double() for token in slots])
+        zero = torch.zeros(300, dtype=torch.float64)
+        exact = torch.stack([sum((rows[i].double() for i in token if i >= 0), zero) for token in slots])
         assert torch.allclose(result.double(), exact, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-5)

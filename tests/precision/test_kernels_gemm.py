@@ -21,7 +21,7 @@ def uneven(*shape, seed):
 
 
 def close(result, a, b, before=0.0):
-    """result is before + a bᵀ (float64), each element within 1e-5 of the sum of its terms' magnitudes; BF16: and its ulp."""
+    """result is before + a bᵀ (float64), each element within 1e-5 of its terms' magnitudes; BF16: and an ulp."""
     expected, size = before + a @ b.t(), a.abs() @ b.abs().t()
     rounding = expected.abs() * 2.0**-8 if result.dtype == torch.bfloat16 else expected.abs() * 1e-6
     assert result.shape == expected.shape and (size > 0).all()
@@ -33,7 +33,8 @@ def close(result, a, b, before=0.0):
 def test_dense_products(shape, power_of_two):
     m, n, k = shape
     x, weight, rows = uneven(m, k, seed=0), uneven(n, k, seed=1), uneven(n, k, seed=2)
-    a, blocks, tiles = quantize_rows(x, power_of_two), quantize_blocks(weight, power_of_two), quantize_rows(rows, power_of_two)
+    a, tiles = (quantize_rows(y, power_of_two) for y in (x, rows))
+    blocks = quantize_blocks(weight, power_of_two)
     wide = dequantize_rows(*a, torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.empty(m, n, dtype=dtype)
@@ -83,7 +84,7 @@ def test_rows_meet_the_weight_of_their_own_expert(counts, spare):
 def test_a_program_writes_rows_of_its_own_expert_only(monkeypatch):
     """On a GPU programs run in any order: a row written by two of them would hold either's result."""
     kernel = grouped_gemm.grouped_matmul_kernel
-    monkeypatch.setattr(grouped_gemm, "grouped_matmul_kernel", {(3,): kernel[(1,)]})  # of three programs the first alone
+    monkeypatch.setattr(grouped_gemm, "grouped_matmul_kernel", {(3,): kernel[(1,)]})  # the first of three programs
     offsets = torch.tensor([5, 5, 60], dtype=torch.int32)
     a, b = quantize_rows(uneven(60, 128, seed=0)), quantize_blocks(uneven(3, 100, 128, seed=1))
     out = torch.full((60, 100), -7.0)

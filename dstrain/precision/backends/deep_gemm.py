@@ -5,10 +5,10 @@ replaced by the products that its source describes:
 
     fp8_gemm_nt                          scales [M, ⌈K/128⌉] and [⌈N/128⌉, ⌈K/128⌉], BF16 out; with recipe (1, 1, 128)
                                          and c: scales of rows both, FP32 out, added to c
-    m_grouped_fp8_gemm_nt_contiguous     every expert's rows begin at a multiple of 128; an int32 a row names its expert,
-                                         -1: none; BF16 out
-    k_grouped_fp8_gemm_nt_contiguous     each expert's [M, K of e] contiguous, one behind the other; K of e on the host, a
-                                         multiple of 128; scales [M, tiles]; FP32 out, added to c
+    m_grouped_fp8_gemm_nt_contiguous     every expert's rows begin at a multiple of 128; an int32 per row names its
+                                         expert, -1: none; BF16 out
+    k_grouped_fp8_gemm_nt_contiguous     each expert's [M, K of e] contiguous, one behind the other; K of e on the
+                                         host, a multiple of 128; scales [M, tiles]; FP32 out, added to c
 
 The last one needs the offsets on the host, which waits for the device.
 """
@@ -84,6 +84,6 @@ def operand(x: Scaled) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_behind_the_other(x: Scaled, pieces: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filled columns -> codes of every expert's tiles, each [M, K of e] contiguous, in one dimension; scales [M, tiles]."""
+    """Filled columns -> the experts' codes in one dimension, each [M, K of e] contiguous; scales [M, tiles]."""
     codes = [x.codes[:, TILE * p.start : TILE * p.stop].reshape(-1).view(torch.uint8) for p in pieces]
     return torch.cat(codes).view(x.codes.dtype), torch.cat([x.scale[:, p] for p in pieces], dim=1)

@@ -1,4 +1,4 @@
-"""Products of experts for a library that has them for one matrix at a time: a loop, which needs the offsets on the host."""
+"""Products of experts for a library that knows one matrix at a time: a loop, with the offsets on the host."""
 
 from abc import abstractmethod
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """FP8 products of PyTorch: `torch.nn.functional.scaled_mm` with 1x128 and 128x128 scales, which is cuBLASLt's.
 
-Written from PyTorch's documentation and source (2.11 and later; it asks for Hopper and cuBLASLt 12.9). Nobody has run it
-on a GPU yet; the layouts are checked on a CPU against the rules that the source states:
+Written from PyTorch's documentation and source (2.11 and later; it asks for Hopper and cuBLASLt 12.9). Nobody has run
+it on a GPU yet; the layouts are checked on a CPU against the rules that the source states:
 
     1x128     [rows, ⌈K/128⌉] with strides (1, rows)
     128x128   of B: [⌈K/128⌉ rounded up to 4, ⌈N/128⌉] with strides (1, that)

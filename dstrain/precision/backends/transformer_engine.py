@@ -1,7 +1,7 @@
 """FP8 products of Transformer Engine (its Float8BlockScaling recipe), which are cuBLASLt's.
 
-Written from Transformer Engine's source, 2.12 and later. Nobody has run it yet; the layouts are checked on a CPU against
-the rules that the source states:
+Written from Transformer Engine's source, 2.12 and later. Nobody has run it yet; the layouts are checked on a CPU
+against the rules that the source states:
 
     1x128     [⌈K/128⌉, rows rounded up to 4], contiguous
     128x128   [⌈N/128⌉, ⌈K/128⌉ rounded up to 4], contiguous
@@ -37,9 +37,7 @@ class TransformerEngine(LoopOverExperts):
     def add_product(self, a: Scaled, b: Scaled, out: torch.Tensor) -> None:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-        general_gemm(
-            self.operand(b), self.operand(a), out_dtype=out.dtype, layout="TN", out=out, accumulate=True
-        )
+        general_gemm(self.operand(b), self.operand(a), out_dtype=out.dtype, layout="TN", out=out, accumulate=True)
 
     def operand(self, x: Scaled):
         """x as Transformer Engine's tensor; nothing is quantised again."""
@@ -52,7 +50,8 @@ class TransformerEngine(LoopOverExperts):
         codes, scale, blocks = layout(x)
         fp8 = tex.DType.kFloat8E4M3
         quantizer = Float8BlockQuantizer(
-            fp8, rowwise=True, columnwise=False, force_pow_2_scales=self.power_of_two, block_scaling_dim=2 if blocks else 1
+            fp8, rowwise=True, columnwise=False, force_pow_2_scales=self.power_of_two,
+            block_scaling_dim=2 if blocks else 1,
         )
         return Float8BlockwiseQTensorStorage(
             rowwise_data=codes, rowwise_scale_inv=scale, columnwise_data=None, columnwise_scale_inv=None,

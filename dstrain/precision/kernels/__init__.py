@@ -1,1 +1,1 @@
-"""Triton kernels for FP8 training. Each has a plain PyTorch definition of the same signature, which is its specification."""
+"""Triton kernels for FP8 training. Each has a plain PyTorch definition of the same signature: its specification."""

@@ -1,4 +1,4 @@
-"""Weights in 128x128 blocks: W and Wᵀ, as Fprop and Dgrad take them, from one read of `fp8_blocks.quantize_blocks`'s input."""
+"""Weights in 128x128 blocks (`fp8_blocks`): W and Wᵀ, as Fprop and Dgrad take them, from one read."""
 
 import torch
 import triton

@@ -78,7 +78,7 @@ def e5m6_to_columns_kernel(
 def e5m6_to_columns(
     packed: torch.Tensor, scale: torch.Tensor, cols: int, power_of_two: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`e5m6.e5m6_to_columns`: E5M6 in 1x128 tiles -> E5M6 in 128x1 tiles -> E4M3 [cols, rows], scale [cols, ⌈rows/128⌉]."""
+    """`e5m6.e5m6_to_columns`: E5M6 in 1x128, then in 128x1 tiles -> E4M3 [cols, rows], scale [cols, ⌈rows/128⌉]."""
     (rows, tiles), out_tiles = scale.shape, -(-scale.shape[0] // TILE)
     out = packed.new_empty(cols, rows, dtype=FP8)
     out_scales = scale.new_empty(cols, out_tiles)

@@ -51,7 +51,7 @@ def matmul(
 
 
 def whole_16(codes: torch.Tensor) -> torch.Tensor:
-    """codes E4M3 [..., K], with zeros behind if rows do not begin at whole 16 bytes, which the copies to shared memory need.
+    """codes E4M3 [..., K], with zeros behind where rows do not begin at whole 16 bytes, as asynchronous copies must.
 
     Only a K that is no multiple of 16 costs this: no model's sizes, but the number of tokens can be one.
     """

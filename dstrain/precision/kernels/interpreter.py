@@ -18,7 +18,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 _TYPES = {
-    tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn
+    tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
 }
 _WRONG = {(tl.float32, tl.bfloat16), (tl.bfloat16, tl.float32)} | {
     pair for other in (tl.float32, tl.float16, tl.bfloat16) for pair in ((other, tl.float8e4nv), (tl.float8e4nv, other))
@@ -29,7 +30,7 @@ _others = interpreter._convert_float
 
 
 def correct_casts() -> None:
-    """From now on the interpreter's casts to and from E4M3 and between FP32 and BF16 are PyTorch's, saturating to E4M3."""
+    """From now on casts to and from E4M3 and between FP32 and BF16 are PyTorch's, saturating to E4M3."""
     interpreter._convert_float = _convert_float
 
 

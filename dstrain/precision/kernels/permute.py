@@ -53,5 +53,7 @@ def unpermute(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     out = rows.new_empty(tokens, cols)
     if out.numel():
         size = min(2048, triton.next_power_of_2(cols))
-        unpermute_kernel[(tokens, triton.cdiv(cols, size))](rows.contiguous(), slots.contiguous(), out, cols, choices, COLS=size)
+        unpermute_kernel[(tokens, triton.cdiv(cols, size))](
+            rows.contiguous(), slots.contiguous(), out, cols, choices, COLS=size
+        )
     return out

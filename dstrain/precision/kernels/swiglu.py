@@ -49,7 +49,7 @@ def swiglu_quantize(
     """gate, up [rows, n] BF16 or FP32; weight FP32 [rows] -> silu(gate) · up · weight, gate and up in 1x128
     tiles: E4M3 [rows, n] and FP32 scale [rows, ⌈n/128⌉] each."""
     (rows, cols), tiles = gate.shape, -(-gate.shape[1] // TILE)
-    outs = [(gate.new_empty(rows, cols, dtype=FP8), gate.new_empty(rows, tiles, dtype=torch.float32)) for _ in range(3)]
+    outs = [_room(gate, (rows, cols), (rows, tiles)) for _ in range(3)]
     if gate.numel():
         grid = (triton.cdiv(rows, ROWS), tiles)
         swiglu_kernel[grid](
@@ -83,7 +83,8 @@ def swiglu_backward_rows_kernel(
     sigmoid = tl.sigmoid(g)
     silu = sigmoid * g
     if WEIGHTED:
-        tl.store(weight_parts + scale_start + scale_place, tl.sum(silu * u * dy, axis=1, keep_dims=True), mask=inside_rows)
+        part = tl.sum(silu * u * dy, axis=1, keep_dims=True)
+        tl.store(weight_parts + scale_start + scale_place, part, mask=inside_rows)
         dy *= tl.load(weight + first + row, mask=inside_rows, other=0.0)
     result = (dy * u * (sigmoid * (1 + g * (1 - sigmoid)))).to(compute).to(tl.float32)
     write_rows(result, dgate + start, dgate_scales + scale_start, row, rows_left, column, cols, tiles, POWER_OF_TWO)
@@ -139,10 +140,9 @@ def swiglu_backward_quantize(
     """
     (rows, cols), tiles, columns = grad.shape, -(-grad.shape[1] // TILE), column_tiles(grad.shape[0], offsets)
     stride, experts = (rows, 0) if offsets is None else (columns * TILE, len(offsets))
-    new, wide = (lambda *size: grad.new_empty(*size, dtype=FP8)), (lambda *size: grad.new_empty(*size, dtype=torch.float32))
-    by_rows = [(new(rows, cols), wide(rows, tiles)) for _ in range(2)]
-    by_columns = [(new(cols, stride), wide(cols, columns)) for _ in range(3)]
-    parts = None if weight is None else wide(rows, tiles)
+    by_rows = [_room(grad, (rows, cols), (rows, tiles)) for _ in range(2)]
+    by_columns = [_room(grad, (cols, stride), (cols, columns)) for _ in range(3)]
+    parts = None if weight is None else grad.new_empty(rows, tiles, dtype=torch.float32)
     if rows and cols:
         inputs = (grad.contiguous(), *gate, *up, weight)
         swiglu_backward_rows_kernel[(triton.cdiv(rows, ROWS), tiles)](
@@ -151,8 +151,14 @@ def swiglu_backward_quantize(
         )
         swiglu_backward_columns_kernel[(columns, triton.cdiv(cols, WIDTH))](
             *inputs, *by_columns[0], *by_columns[1], *by_columns[2],
-            offsets, experts, rows, cols, tiles, stride, columns, POWER_OF_TWO=power_of_two, WEIGHTED=weight is not None,
+            offsets, experts, rows, cols, tiles, stride, columns,
+            POWER_OF_TWO=power_of_two, WEIGHTED=weight is not None,
             EXPERTS=triton.next_power_of_2(experts) if experts else 0, WIDTH=WIDTH, num_warps=8,
         )
     dweight = None if parts is None else parts.sum(-1)
     return by_columns[0], (by_rows[0], by_columns[1]), (by_rows[1], by_columns[2]), dweight
+
+
+def _room(x: torch.Tensor, codes: tuple[int, int], scales: tuple[int, int]) -> Codes:
+    """Unwritten codes and scales of these shapes."""
+    return x.new_empty(codes, dtype=FP8), x.new_empty(scales, dtype=torch.float32)

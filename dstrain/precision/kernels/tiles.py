@@ -19,7 +19,7 @@ ROWS = 32  # rows of 128 that one program of the row kernels takes
 def write_rows(values, codes, scales, row, rows_left, column, cols, tiles, POWER_OF_TWO: tl.constexpr):
     """Quantise values FP32 [·, 128], zero outside, by rows and write them from the pointers' row on.
 
-    `codes` points at column 0, `scales` at the tile. Addresses from a row on fit into 32 bits; that of the row does not.
+    `codes` points at column 0, `scales` at the tile. Addresses counted from there fit into 32 bits.
     """
     scale = scale_of(tl.max(magnitude(values), axis=1, keep_dims=True), POWER_OF_TWO, E4M3)
     inside = (row < rows_left) & (column < cols)
@@ -127,7 +127,8 @@ def quantize_columns_kernel(
         values *= tl.load(x_scales + scale_start + row * x_tiles, mask=row < rows_left, other=0.0)
     if BOTH:
         write_rows(
-            values, row_codes + start * cols, row_scales + scale_start, row, rows_left, column, cols, x_tiles, POWER_OF_TWO
+            values, row_codes + start * cols, row_scales + scale_start, row, rows_left, column, cols, x_tiles,
+            POWER_OF_TWO,
         )
     write_columns(
         values, column_codes, column_scales, tile, first, rows_left, cols, column_stride, tiles,
@@ -138,7 +139,8 @@ def quantize_columns_kernel(
 def quantize_columns(
     x: torch.Tensor, offsets: torch.Tensor | None = None, power_of_two: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fp8_tiles.quantize_columns`, with offsets its `fill_tiles`: -> E4M3 [cols, rows or 128 · tiles], scale [cols, tiles]."""
+    """`fp8_tiles.quantize_columns`, with offsets `fill_tiles` of it: -> E4M3 [cols, rows or 128 · tiles], FP32 scale
+    [cols, tiles]."""
     return _columns(x, None, offsets, power_of_two)[1]
 
 
@@ -152,7 +154,7 @@ def quantize_both(
 def requantize_columns(
     codes: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor | None = None, power_of_two: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fp8_tiles.requantize_columns`, with offsets its `fill_tiles`: codes [rows, cols] in 1x128 tiles -> 128x1 tiles."""
+    """`fp8_tiles.requantize_columns`, with offsets `fill_tiles` of it: 1x128 tiles [rows, cols] -> 128x1 tiles."""
     return _columns(codes, scale.contiguous(), offsets, power_of_two)[1]
 
 

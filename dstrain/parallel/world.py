@@ -87,7 +87,7 @@ class World:
     def all(self, function: Callable[[], T]) -> T:
         """function() of this rank, once it has succeeded on all of them. An InputError of any rank ends all.
 
-        The lowest rank that failed says why.
+        The lowest rank that failed says why, and that it was this rank alone unless all failed alike.
         """
         if self.size == 1:
             return function()
@@ -96,13 +96,16 @@ class World:
             result = function()
         except InputError as failure:
             error = failure
-        failed = [False] * self.size
-        dist.all_gather_object(failed, error is not None, group=self.start_group)
-        if True not in failed:
+        lines = [None] * self.size
+        dist.all_gather_object(lines, None if error is None else str(error), group=self.start_group)
+        failed = [rank for rank, line in enumerate(lines) if line is not None]
+        if not failed:
             return result
-        if failed.index(True) == self.rank:
-            raise InputError(f"rank {self.rank}: {error}") from error
-        raise StoppedElsewhere
+        if failed[0] != self.rank:
+            raise StoppedElsewhere
+        if len(set(lines)) == 1:
+            raise error
+        raise InputError(f"rank {self.rank}: {error}") from error
 
     def end(self) -> None:
         """Leave the group. After a failure the process just exits: others may be gone already."""

@@ -14,7 +14,7 @@ from dstrain.checkpoint.store import CheckpointStore
 from dstrain.config.compose import differences, save_run_config
 from dstrain.config.build import build
 from dstrain.config.errors import InputError
-from dstrain.config.schema import ModelConfig, TrainConfig
+from dstrain.config.schema import DataConfig, ModelConfig, TrainConfig
 from dstrain.data.corpus import Corpus, open_corpus
 from dstrain.data.indexed import IndexedDataset
 from dstrain.data.samples import EvalWindows, SampleStream, check_ids
@@ -41,29 +41,12 @@ def train(config: TrainConfig, plain: dict, overrides: list[str], world: World |
     """Run or continue the run that `config` describes, as one rank of `world`. -> the exit code."""
     world = world or World.start()
     console = RunConsole(config.telemetry.log_every, quiet=not world.is_first)
-    device = world.device(pick_device(config.run.device))
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    if config.run.compile:
-        check_compiler(device)
-        compile_kernels()
-    precision = resolve_precision(config.precision.name, device, config.precision.backend, config.precision.scales)
-    layout = Layout(config, world.size, world.rank, world.local_size)
+    device, precision, layout = world.all(lambda: place(config, world))
     counts = count_parameters(config.model)
-    world.all(lambda: check_memory(config, layout, precision, device, world))
     source = world.first(lambda: initial_checkpoint(config, console))
     data = (with_tokenizer(config, source) if source else config).data
     world.first(lambda: open_corpus(data) and None)  # what has to be built is built once
-    corpus = world.all(lambda: open_corpus(data))
-    tokenizer = Tokenizer.load(corpus.tokenizer)
-    check_tokenizer(tokenizer, corpus, config.model)
-    depth, length = config.model.num_nextn_predict_layers, config.data.sequence_length
-    check_length(config, corpus, length + 1 + depth)
-    stream = SampleStream(IndexedDataset(corpus.train), config.run.seed, length, depth)
-    stream = Checked(stream, config.model, corpus.train)
-    windows = None
-    if corpus.heldout:
-        windows = Checked(EvalWindows(IndexedDataset(corpus.heldout), length, depth), config.model, corpus.heldout)
+    corpus, tokenizer, stream, windows = world.all(lambda: open_data(config, data))
 
     path = Path(config.run.dir) / config.run.name
     folder = world.all(lambda: RunFolder(path) if world.is_first else FollowedFolder(path))
@@ -88,7 +71,10 @@ def train(config: TrainConfig, plain: dict, overrides: list[str], world: World |
         for line in start_from(model, optimizer, source, config.run.seed):
             console.say(f"  {line}")
     else:
-        state = resume(console, checkpoint, config, plain, corpus, model, optimizer)
+        stored, meta = world.all(lambda: check_resumable(checkpoint, config, corpus))
+        restore(model, optimizer, checkpoint)
+        state = RunState(**meta["state"])
+        report_resume(console, checkpoint, state, differences(stored, plain))
     if world.is_first:
         save_run_config(folder.path, plain, overrides)
     folder.clear_status()
@@ -121,6 +107,34 @@ def train(config: TrainConfig, plain: dict, overrides: list[str], world: World |
     report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
     world.end()
     return 0
+
+
+def place(config: TrainConfig, world: World) -> tuple[torch.device, Precision, Layout]:
+    """What this rank runs on and in, and its place among the others. Raises InputError where that cannot be."""
+    device = world.device(pick_device(config.run.device))
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    if config.run.compile:
+        check_compiler(device)
+        compile_kernels()
+    precision = resolve_precision(config.precision.name, device, config.precision.backend, config.precision.scales)
+    layout = Layout(config, world.size, world.rank, world.local_size)
+    check_memory(config, layout, precision, device, world)
+    return device, precision, layout
+
+
+def open_data(config: TrainConfig, data: DataConfig) -> tuple[Corpus, Tokenizer, "Checked", "Checked | None"]:
+    """The corpus of `data`, which is built, its tokenizer, the training samples and the held-out windows."""
+    corpus = open_corpus(data)
+    tokenizer = Tokenizer.load(corpus.tokenizer)
+    check_tokenizer(tokenizer, corpus, config.model)
+    depth, length = config.model.num_nextn_predict_layers, config.data.sequence_length
+    check_length(config, corpus, length + 1 + depth)
+    stream = SampleStream(IndexedDataset(corpus.train), config.run.seed, length, depth)
+    stream, windows = Checked(stream, config.model, corpus.train), None
+    if corpus.heldout:
+        windows = Checked(EvalWindows(IndexedDataset(corpus.heldout), length, depth), config.model, corpus.heldout)
+    return corpus, tokenizer, stream, windows
 
 
 def initial_checkpoint(config: TrainConfig, console: RunConsole) -> Path | None:
@@ -209,10 +223,8 @@ def check_tokenizer(tokenizer: Tokenizer, corpus: Corpus, model: ModelConfig) ->
         )
 
 
-def resume(
-    console: RunConsole, checkpoint: Path, config: TrainConfig, plain: dict, corpus: Corpus, model: Model, optimizer: AdamW
-) -> RunState:
-    """Load `checkpoint` after checking that it belongs to this model and this data."""
+def check_resumable(checkpoint: Path, config: TrainConfig, corpus: Corpus) -> tuple[dict, dict]:
+    """The configuration and the meta of `checkpoint`; InputError unless it belongs to this model and this data."""
     stored = yaml.safe_load(CheckpointStore.file(checkpoint, "config.yaml"))
     meta = CheckpointStore.meta(checkpoint)
     theirs, ours = architecture(build(ModelConfig, stored["model"], "model")), architecture(config.model)
@@ -224,12 +236,13 @@ def resume(
             f"{checkpoint} was trained on other data than {corpus.train} (another text, tokenizer or vocabulary); "
             "restore the data or choose another run.name"
         )
-    restore(model, optimizer, checkpoint)
-    state = RunState(**meta["state"])
+    return stored, meta
+
+
+def report_resume(console: RunConsole, checkpoint: Path, state: RunState, changed: list[str]) -> None:
     console.say(f"continuing from {checkpoint}: step {state.step}, {state.tokens:,} tokens")
-    for line in differences(stored, plain):
+    for line in changed:
         console.say(f"  changed since then: {line}")
-    return state
 
 
 def report_start(console, config, counts, precision, device, corpus, folder, layout) -> None:

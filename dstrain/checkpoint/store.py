@@ -129,6 +129,11 @@ class CheckpointStore:
             atexit.unregister(self.join)
         return self.failure
 
+    def leave(self, timeout: float) -> None:
+        """As `join` where other ranks are gone: their parts may never come, so the process's end waits no longer."""
+        self.join(timeout)
+        atexit.unregister(self.join)
+
     def check_space(self, nbytes: int) -> None:
         """Raises InputError where the disk of `root` has less than `nbytes` bytes free."""
         where = self.root.absolute()

@@ -12,6 +12,7 @@ from dstrain.data.samples import EvalWindows
 from dstrain.model.count import flops_per_token
 from dstrain.model.model import Model
 from dstrain.telemetry.console import RunConsole
+from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.layout import Layout
 from dstrain.telemetry.jsonl import JsonLines, NoLines
 from dstrain.train.evaluation import evaluate_heldout
@@ -20,6 +21,8 @@ from dstrain.train.run_folder import FollowedFolder, RunFolder
 from dstrain.train.signals import StopSignals
 from dstrain.train.state import RunState, run_tensors
 from dstrain.train.step import Stepper
+
+LEAVE = 60.0  # seconds that a save under way gets once another rank has failed, whose part may be missing
 
 
 class RunFailure(RuntimeError):
@@ -91,7 +94,10 @@ class Trainer:
             return whole
         except BaseException as error:
             self.console.end()
-            self.store.join()  # not `wait`: other ranks may be gone
+            if isinstance(error, CommunicationError):
+                self.store.leave(min(LEAVE, self.config.parallel.timeout))
+            else:
+                self.store.join()  # not `wait`: other ranks may be gone
             reason = str(error) if isinstance(error, RunFailure) else f"{type(error).__name__}: {error}"
             with suppress(OSError):  # on a full disk there is no status, but the reason must come through
                 folder.write_status("failed", step=state.step, tokens=state.tokens, reason=reason)

@@ -6,23 +6,35 @@ import torch
 from helpers import RandomStream
 
 from dstrain.parallel.layout import Layout
-from dstrain.precision.policy import PRECISIONS
+from dstrain.precision.policy import resolve_precision
 from dstrain.train.state import RunState, build_state, initialise
 from dstrain.train.step import Stepper
 
 
+class NotedStream(RandomStream):
+    """Writes down which samples it was asked for."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.samples = []
+
+    def batch(self, first, count):
+        self.samples += range(first, first + count)
+        return super().batch(first, count)
+
+
 class Recorder:
-    """One rank of a run on random tokens. Tensors come back as {name: [(begin in the flattened whole, values)]}."""
+    """One rank of a run on random tokens. Tensors come back as {name: (begin in the flattened whole, values)}."""
 
     def __init__(self, config, precision="fp64", size=1, rank=0):
-        chosen = PRECISIONS[precision]
-        self.layout = Layout(config, size, rank)
+        chosen = resolve_precision(precision, torch.device("cpu"))
+        self.layout = Layout(config, size, rank, local_size=size)  # one machine, unless ranks_per_node says otherwise
         self.layout.connect(torch.device("cpu"))
         self.model, self.optimizer = build_state(config, chosen, torch.device("cpu"), self.layout.replicas)
         initialise(self.model, self.optimizer, seed=1)
         dispatcher = self.layout.dispatcher(self.model.device, chosen.compute)
-        stream = RandomStream(config, config.model.vocab_size)
-        self.stepper = Stepper(config, self.model, self.optimizer, dispatcher, stream, self.layout)
+        self.stream = NotedStream(config, config.model.vocab_size)
+        self.stepper = Stepper(config, self.model, self.optimizer, dispatcher, self.stream, self.layout)
         self.state = RunState()
         norm = self.optimizer.grad_norm
         self.optimizer.grad_norm = lambda: (norm(), self._keep_grads())[0]
@@ -39,7 +51,10 @@ class Recorder:
         return parts
 
     def steps(self, count):
-        """Per step: unclipped gradients summed over replicas, metrics, changes of the masters, biases by layer."""
+        """Per step: unclipped gradients summed over replicas, metrics, changes of the masters, biases by layer, samples.
+
+        The last is (data rank, the samples that this rank read).
+        """
         history = []
         for _ in range(count):
             before = self._parts(lambda state: state.master)
@@ -48,7 +63,8 @@ class Recorder:
             change = {name: (begin, after[name][1] - values) for name, (begin, values) in before.items()}
             biases = {layer: router.e_score_correction_bias.clone()
                       for layer, router in zip(self.model.moe_layers, self.model.routers)}
-            history.append((self.grads, metrics, change, biases))
+            history.append((self.grads, metrics, change, biases, (self.layout.mesh.data_rank, self.stream.samples)))
+            self.stream.samples = []
         return history
 
 
@@ -67,10 +83,20 @@ def whole(parts_of_ranks):
     return joined
 
 
+def samples_by_data_rank(samples_of_ranks):
+    """[(data rank, samples)] of every rank -> {data rank: samples}; pipeline ranks of one data rank read the same."""
+    found = {}
+    for data_rank, samples in samples_of_ranks:
+        assert found.setdefault(data_rank, samples) == samples, f"data rank {data_rank}"
+    return found
+
+
 def assert_same_run(histories, reference, loss=1e-12, grad=1e-9, change=1e-7):
     """histories: of every rank. reference: of the single process."""
-    for step, (grads, metrics, changes, biases) in enumerate(reference):
+    for step, (grads, metrics, changes, biases, (_, samples)) in enumerate(reference):
         ranks = [history[step] for history in histories]
+        read = samples_by_data_rank([r[4] for r in ranks])
+        assert sorted(i for part in read.values() for i in part) == samples  # all, each by one data rank
         got, expected = whole([r[0] for r in ranks]), whole([grads])
         assert got.keys() == expected.keys()
         for name in expected:

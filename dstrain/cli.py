@@ -9,6 +9,7 @@ import errno
 import inspect
 import json
 import os
+import platform
 import re
 import sys
 import traceback
@@ -20,16 +21,24 @@ from dstrain.config.errors import InputError, StoppedElsewhere, nearest
 def _train(overrides: list[str]) -> int:
     from dstrain.config.compose import compose
 
-    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+    size, rank = (os.environ.get(key) or None for key in ("WORLD_SIZE", "RANK"))
+    if size is None and rank not in (None, "0"):  # the others would each train alone
+        raise InputError(f"RANK={rank}, but WORLD_SIZE is not set; start the ranks with torchrun")
+    if size in (None, "1"):
         composed = compose("train", overrides, _adopt)  # before the import of torch: a mistyped key is answered at once
         from dstrain.train.main import train
 
         return train(*composed)
+    from dstrain.parallel.group import CommunicationError
     from dstrain.parallel.world import World
     from dstrain.train.main import train
 
-    world = World.start()
-    return train(*world.first(lambda: compose("train", overrides, _adopt)), world)
+    try:
+        world = World.start()
+        return train(*world.first(lambda: compose("train", overrides, _adopt)), world)
+    except CommunicationError as failure:
+        print(f"dstrain: rank {rank} on {platform.node()}: {failure}", file=sys.stderr)
+        return 1
 
 
 def _adopt(plain: dict, overrides: list) -> dict:

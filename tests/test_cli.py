@@ -161,3 +161,23 @@ def test_reader_that_leaves_early_is_no_failure():
 @pytest.mark.parametrize("script", ["launch/setup.sh", "launch/test.sh", "launch/quickstart.sh", ".ci/run"])
 def test_scripts_are_valid_bash(script):
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+
+
+@pytest.mark.parametrize("environment, line", [
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set; start the ranks with torchrun"),
+    ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2, but LOCAL_RANK is not set; start the ranks with torchrun"),
+    ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set; start the ranks with torchrun"),
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' in the environment: must be a whole number; torchrun sets it"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be at least 1; start the ranks with torchrun"),
+    ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+      "MASTER_PORT": "1"}, "RANK=2: must be from 0 to WORLD_SIZE - 1 = 1"),
+    ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+      "MASTER_PORT": "70000"}, "MASTER_PORT=70000: must be from 1 to 65535; torchrun sets it"),
+])
+def test_an_environment_that_no_launcher_makes_is_one_line(environment, line, monkeypatch, capsys):
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    assert main(["train", "model=tiny"]) == 2
+    assert capsys.readouterr().err == f"dstrain: {line}\n"

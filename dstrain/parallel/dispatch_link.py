@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dstrain.parallel.dispatch_traffic import Traffic, link_between, row_layout
-from dstrain.parallel.group import CommunicationError
+from dstrain.parallel.group import CommunicationError, one_line
 
 
 class Link:
@@ -67,7 +67,7 @@ class Exchange:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise CommunicationError(f"{self.what}: {error}") from error
+            raise CommunicationError(f"{self.what}: {one_line(error)}") from error
         return self.columns
 
 

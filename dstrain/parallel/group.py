@@ -5,6 +5,7 @@ for every type that is used here (FP32, FP64, BF16, INT64). Every call must be m
 calls of one group in one order.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dstrain.config.errors import InputError
-from dstrain.parallel.world import StoppedElsewhere
+from dstrain.config.errors import InputError, StoppedElsewhere
 
 T = TypeVar("T")
 # PyTorch 2.13 renamed them, and warns of the old names.
@@ -137,4 +137,10 @@ def _named(what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except RuntimeError as error:
-        raise CommunicationError(f"{what} failed: {' '.join(str(error).split())}") from error
+        raise CommunicationError(f"{what} failed: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """PyTorch's words for it, without the place in its sources and without gloo's general advice."""
+    text = " ".join(str(error).split())
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", text).partition(" This is typically caused by")[0]

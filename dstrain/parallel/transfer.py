@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dstrain.parallel.group import CommunicationError
+from dstrain.parallel.group import CommunicationError, one_line
 from dstrain.parallel.schedules.messages import Message, Traffic
 
 
@@ -147,7 +147,3 @@ def opening(source: int, target: int) -> Iterator[None]:
     except RuntimeError as error:
         what = f"channel from pipeline rank {source} to {target} does not open"
         raise TransferError(f"{what} ({one_line(error)})") from error
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

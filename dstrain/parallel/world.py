@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from dstrain.config.errors import InputError, StoppedElsewhere
+from dstrain.parallel.group import CommunicationError, Group, one_line
 
 T = TypeVar("T")
 # Seconds that ranks wait for the first one while the run starts: it may have to tokenise a corpus.
 START_TIMEOUT = 4 * 3600.0
+STARTING = "what the ranks say at the start of the run"
 
 
 class World:
@@ -24,20 +26,23 @@ class World:
 
     def __init__(self, rank: int, size: int, local_rank: int, local_size: int):
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
-        self.start_group = None
+        self.start_group = Group((rank,), rank)
 
     @classmethod
     def start(cls, timeout: float = 600.0) -> "World":
         """Join the others. timeout: seconds for every wait of a collective later on.
 
-        Every group works on CPU tensors (gloo), and on CUDA tensors (NCCL) where this process has a GPU.
+        Every group works on CPU tensors (gloo), and on CUDA tensors (NCCL) where this process has a GPU. Raises
+        InputError for an environment that no launcher makes, CommunicationError where the ranks do not meet.
         """
         rank, size, local_rank, local_size = (_number(key, default) for key, default in (
             ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)
         ))
+        if size < 1:
+            raise InputError(f"WORLD_SIZE={size}: must be at least 1; start the ranks with torchrun")
         world = cls(rank, size, local_rank, local_size)
         if size > 1:
-            for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            for key in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
                 if not os.environ.get(key):
                     raise InputError(f"WORLD_SIZE={size}, but {key} is not set; start the ranks with torchrun")
             if not 0 <= rank < size:
@@ -46,8 +51,16 @@ class World:
             if torch.cuda.is_available():
                 torch.cuda.set_device(local_rank % torch.cuda.device_count())
                 backend = "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-            world.start_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT))
+            port = _number("MASTER_PORT", 0)
+            if not 0 < port < 2**16:
+                raise InputError(f"MASTER_PORT={port}: must be from 1 to {2**16 - 1}; torchrun sets it")
+            try:
+                dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+                handle = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT))
+            except (RuntimeError, ValueError) as error:
+                where = f"{os.environ['MASTER_ADDR']}:{port}"
+                raise CommunicationError(f"the {size} ranks did not meet at {where}: {one_line(error)}") from error
+            world.start_group = Group(tuple(range(size)), rank, handle)
         return world
 
     def device(self, device: torch.device) -> torch.device:
@@ -63,18 +76,15 @@ class World:
         if self.size == 1:
             return function()
         if not self.is_first:
-            outcome = [None]
-            dist.broadcast_object_list(outcome, src=0, group=self.start_group)
-            return self._result(outcome[0])
+            return self._result(self.start_group.first_object(None, STARTING))
         try:
-            outcome = [(True, function())]
+            outcome = True, function()
         except InputError as error:
-            outcome = [(False, error)]
+            outcome = False, error
         except BaseException:
-            dist.broadcast_object_list([(False, None)], src=0, group=self.start_group)
+            self.start_group.first_object((False, None), STARTING)
             raise
-        dist.broadcast_object_list(outcome, src=0, group=self.start_group)
-        return self._result(outcome[0])
+        return self._result(self.start_group.first_object(outcome, STARTING))
 
     def _result(self, outcome):
         good, value = outcome
@@ -96,8 +106,7 @@ class World:
             result = function()
         except InputError as failure:
             error = failure
-        lines = [None] * self.size
-        dist.all_gather_object(lines, None if error is None else str(error), group=self.start_group)
+        lines = self.start_group.gather_objects(None if error is None else str(error), STARTING)
         failed = [rank for rank, line in enumerate(lines) if line is not None]
         if not failed:
             return result

@@ -1,7 +1,6 @@
 """`dstrain train`: builds everything a run needs, continues it from its newest checkpoint, and runs it."""
 
 import os
-import platform
 import shutil
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ from dstrain.data.tokenizer import Tokenizer
 from dstrain.model.count import Counts, count_parameters
 from dstrain.model.model import Model
 from dstrain.parallel.device import pick_device
-from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.layout import Layout
 from dstrain.parallel.world import World
 from dstrain.precision.pointwise import compile_kernels
@@ -100,9 +98,6 @@ def train(config: TrainConfig, plain: dict, overrides: list[str], world: World |
     except RunFailure as failure:
         if world.is_first:
             print(f"dstrain: {failure}", file=sys.stderr)
-        return 1
-    except CommunicationError as failure:
-        print(f"dstrain: rank {world.rank} on {platform.node()}: {failure}", file=sys.stderr)
         return 1
     report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
     world.end()

@@ -101,6 +101,8 @@ class Trainer:
             reason = str(error) if isinstance(error, RunFailure) else f"{type(error).__name__}: {error}"
             with suppress(OSError):  # on a full disk there is no status, but the reason must come through
                 folder.write_status("failed", step=state.step, tokens=state.tokens, reason=reason)
+            if isinstance(error, CommunicationError):
+                raise CommunicationError(f"after step {state.step}: {error}") from error
             raise
         finally:
             metrics_file.close()

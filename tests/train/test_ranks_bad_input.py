@@ -12,6 +12,7 @@ from ranks import spawn
 
 from dstrain.cli import main
 from dstrain.config.errors import InputError, StoppedElsewhere
+from dstrain.parallel.group import Group
 from dstrain.parallel.world import World
 
 # what is given -> the line, with the numbers that are valid
@@ -48,6 +49,7 @@ def free_ports(count: int) -> list[int]:
 
 def run_commands(rank: int, size: int, ports: list[int], commands: list[list[str]]) -> list[tuple[int, str]]:
     """The exit code and the standard error of every command line, as one rank of `size`."""
+    dist.barrier()  # else one leaves the group that the other is still joining
     dist.destroy_process_group()
     results = []
     for port, arguments in zip(ports, commands):
@@ -80,7 +82,7 @@ def test_what_no_rank_can_run_is_one_line_in_all(tmp_path):
 
 def two_worlds(rank: int, size: int):
     world = World(rank, size, rank, size)
-    world.start_group = dist.new_group(backend="gloo")
+    world.start_group = Group(tuple(range(size)), rank, dist.new_group(backend="gloo"))
 
     def fails(ranks, text):
         if rank in ranks:

@@ -1,15 +1,18 @@
-"""SIGTERM, Ctrl-C and a closed terminal finish the step that runs; a second signal stops at once.
+"""SIGTERM, Ctrl-C and a closed terminal finish the step that runs; a second signal, later, stops at once.
 
-A signal to any rank stops all of them after the same step.
+A signal to any rank stops all of them after the same step. Where a whole job is signalled, as by Slurm or a container's
+end, each rank gets it twice: itself, and passed on by torchrun. Within ECHO seconds that is one signal.
 """
 
 import os
 import signal
+import time
 
 import torch
 
 from dstrain.parallel.group import Group
 
+ECHO = 2.0
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -18,6 +21,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._first = 0.0  # when it came; a signal to another rank alone has left it, so that the next here is obeyed
 
     def __enter__(self) -> "StopSignals":
         # What was started with a signal ignored (nohup, a background job of a script) goes on ignoring it.
@@ -31,8 +35,10 @@ class StopSignals:
 
     def _handle(self, number: int, frame) -> None:
         if self.received is not None:
-            os._exit(128 + number)
-        self.received = signal.Signals(number).name
+            if time.monotonic() - self._first > ECHO:
+                os._exit(128 + number)
+            return
+        self.received, self._first = signal.Signals(number).name, time.monotonic()
 
     def agree(self, ranks: Group) -> str | None:
         """The name of a signal that any of `ranks` has received; the same on all, which must all call this."""

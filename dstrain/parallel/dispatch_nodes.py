@@ -32,7 +32,8 @@ from dstrain.parallel.payload import Payload
 class NodeLimitedDispatcher(AllToAllDispatcher):
     """As AllToAllDispatcher, over nodes of `ranks_per_node` ranks each, which are neighbours in `group`.
 
-    Makes two groups, so that all ranks must build theirs at the same time; timeout is for the collectives in them.
+    Makes groups, so that all ranks of the world must build theirs at the same time; timeout is for the collectives in
+    them.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class NodeLimitedDispatcher(AllToAllDispatcher):
         node, self.place = divmod(self.link.index, ranks_per_node)
         ranks = self.link.ranks
         rail_ranks, node_ranks = ranks[self.place :: ranks_per_node], ranks[node * ranks_per_node :][:ranks_per_node]
-        self.rail, self.node = (
-            Link(
-                dist.new_group(members, timeout=timeout, use_local_synchronization=True), ranks_per_node, self.traffic
-            )
-            for members in (rail_ranks, node_ranks)
-        )
+        mine = tuple(rail_ranks), tuple(node_ranks)
+        everyone: list[tuple] = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        # Each group is made by the whole world: made by its members alone it would get its name from how many groups
+        # each of them is in, and ranks that do not agree on that would wait for each other.
+        sets = sorted({members for pair in everyone for members in pair})
+        groups = {members: dist.new_group(list(members), timeout=timeout) for members in sets}
+        self.rail, self.node = (Link(groups[members], ranks_per_node, self.traffic) for members in mine)
 
     def route(self, topk_ids: torch.Tensor, experts: int) -> "NodeLimitedDispatch":
         self.check(experts)
@@ -84,6 +87,10 @@ class NodeLimitedDispatch:
             return exchange_counts(dispatcher.link, self.counts)
 
         self.sizes = self.lane.start(begin, lambda received: read_counts(dispatcher, self.counts, received))
+
+    def ready(self) -> bool:
+        """Whether all counts are here."""
+        return self.sizes.ready()
 
     def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor):
         """-> a Pending of rows [n, hidden] in x's type and row_weights [n]."""

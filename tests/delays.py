@@ -1,4 +1,4 @@
-"""A dispatcher whose communication takes time: one wire for the rank, which carries one message after the other.
+"""Dispatchers whose communication takes time: one wire for the rank, which carries one message after the other.
 
 Rows are moved at once, as the inner dispatcher does it; a result may be used when the wire has carried its bytes.
 Whoever needs it earlier sleeps, and no core works for it. With a clock of its own a test sets what computation costs.
@@ -67,6 +67,39 @@ class Carried:
         return self.result
 
 
+def slow_down(link, wire: Wire) -> None:
+    """From now on what a real dispatcher's `link` exchanges, the counts too, is on `wire`; really waited for as well."""
+    exchange = link.exchange
+
+    def carried(phase, columns, sent, received):
+        return OnTheWay(exchange(phase, columns, sent, received), wire, phase, columns, sum(sent))
+
+    link.exchange = carried
+
+
+class OnTheWay:
+    """An exchange whose latency keeps the wire from nothing: the next one leaves as soon as this one's bytes have."""
+
+    def __init__(self, exchange, wire: Wire, phase: str, columns, rows: int):
+        nbytes = rows * sum(tensor[:1].nbytes for tensor, _ in columns)
+        self.exchange, self.wire = exchange, wire
+        wire.free = max(wire.free, wire.clock.now()) + nbytes / wire.bandwidth
+        self.arrival = wire.free + wire.latency
+        wire.communication += wire.seconds(phase, nbytes)
+        wire.messages += 1
+        wire.nbytes += nbytes
+
+    def ready(self) -> bool:
+        return self.wire.clock.now() >= self.arrival
+
+    def wait(self):
+        columns = self.exchange.wait()
+        start = self.wire.clock.now()
+        self.wire.clock.sleep_until(self.arrival)
+        self.wire.exposed += self.wire.clock.now() - start
+        return columns
+
+
 class DelayedDispatcher:
     def __init__(self, inner, wire: Wire):
         self.inner, self.wire = inner, wire
@@ -82,6 +115,9 @@ class DelayedDispatch:
     @property
     def offsets(self) -> torch.Tensor:
         return self.inner.offsets
+
+    def ready(self):
+        return self.inner.ready()
 
     def dispatch(self, x, topk_weights):
         return self.wire.carry("dispatch F", self.inner.dispatch(x, topk_weights))

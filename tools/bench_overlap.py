@@ -3,9 +3,12 @@
     python tools/bench_overlap.py
     python tools/bench_overlap.py ratio=1.2 rounds=9 out=tools/results/overlap_cpu.md
     python tools/bench_overlap.py clock=own      # on a machine that others use too
+    python tools/bench_overlap.py clock=own ep=2 latency_ms=20 sequence=1024 layers=2 micro_batches=6 rounds=3
 
-Every rank is a process of one thread. Its experts are its own, but dispatch and combine go over a wire
-(tests/delays.py) of the given latency; whoever waits for the wire sleeps. A round is three steps: one without delay,
+Every rank is a process of one thread. With ep=1 its experts are its own, but dispatch and combine go over a wire
+(tests/delays.py) of the given latency; whoever waits for the wire sleeps. With ep=2 two ranks share the experts of
+each pipeline rank and the dispatcher is the real one: all its exchanges, the counts of a layer's rows too, go through
+gloo and over the wire; latencies of exchanges that follow each other overlap, bytes do not. experts: their inner size. A round is three steps: one without delay,
 from which the wire gets the bandwidth that makes a pair's communication take `ratio` times its computation, one without
 overlap and one with. Reported are the medians over rounds of a round's median pair, so that a disturbance of the
 machine spoils one round. Time that a rank waits for another rank's hidden states is not counted. clock=wall is real
@@ -28,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
-from delays import DelayedDispatcher, OwnClock, WallClock, Wire
+from delays import DelayedDispatcher, OwnClock, WallClock, Wire, slow_down
 from oracle import tiny_config
 from ranks import spawn
 
@@ -40,6 +43,9 @@ from dstrain.model.share import Share
 from dstrain.model.unit import list_units
 from dstrain.parallel import executor as executing
 from dstrain.parallel.dispatch import LocalDispatcher
+from dstrain.parallel.dispatch_all_to_all import AllToAllDispatcher
+from dstrain.parallel.payload import PAYLOADS
+from dstrain.parallel.replicas import is_expert
 from dstrain.parallel.schedules.build import build_schedule
 from dstrain.parallel.schedules.messages import messages
 from dstrain.parallel.transfer import Channels, Transfer
@@ -47,6 +53,7 @@ from dstrain.precision.main_grad import attach_main_grads
 
 DEFAULTS = {
     "schedule": "dualpipe", "ranks": "2", "micro_batches": "12", "layers": "4", "hidden": "256", "sequence": "256",
+    "ep": "1", "experts": "128",
     "ratio": "0.9", "latency_ms": "0.5", "rounds": "5", "clock": "wall", "timeout": "900", "out": "",
 }
 DEVICE = torch.device("cpu")
@@ -57,7 +64,7 @@ def main() -> None:
     if unknown := set(options) - set(DEFAULTS):
         sys.exit(f"unknown option {unknown.pop()!r}; valid: {', '.join(DEFAULTS)}")
     os.environ["OMP_NUM_THREADS"] = "1"
-    of_ranks = spawn(measure, int(options["ranks"]), options, timeout=float(options["timeout"]))
+    of_ranks = spawn(measure, int(options["ranks"]) * int(options["ep"]), options, timeout=float(options["timeout"]))
     summary = summarise(of_ranks)
     text = table(options, summary)
     print(text)
@@ -80,17 +87,23 @@ def measure(rank: int, size: int, options: dict) -> list[dict[str, list]]:
         dist.all_reduce(mean)
         seconds, nbytes = (mean / size).tolist()
         wire.latency = float(options["latency_ms"]) / 1e3
-        wire.bandwidth = nbytes / (float(options["ratio"]) * seconds / (4 * int(options["layers"])) - wire.latency)
+        messages = (4 if options["ep"] == "1" else 5) * int(options["layers"])
+        wire.bandwidth = nbytes / (float(options["ratio"]) * seconds / messages - wire.latency)
+        if wire.bandwidth < 0:
+            raise ValueError(f"{messages} messages of {options['latency_ms']} ms take longer than ratio allows: "
+                             f"a pair computes for {seconds:.3f} s; take a larger sequence")
         rounds.append(of_round | {"plain": step(False), "overlap": step(True)})
     return rounds
 
 
 def prepare(rank: int, size: int, options: dict, wire: Wire):
     """-> step(overlap): train on one batch. -> what every pair took."""
-    schedule = build_schedule(options["schedule"], size, int(options["micro_batches"]))
+    ep, pp = int(options["ep"]), int(options["ranks"])
+    schedule = build_schedule(options["schedule"], pp, int(options["micro_batches"]))
+    rank, expert_rank = divmod(rank, ep)
     layers, hidden = int(options["layers"]), int(options["hidden"])
     config = tiny_config(
-        vocab_size=256, hidden_size=hidden, moe_intermediate_size=hidden // 2,
+        vocab_size=256, hidden_size=hidden, moe_intermediate_size=int(options["experts"]),
         num_hidden_layers=layers * schedule.stages, first_k_dense_replace=0, num_attention_heads=8,
         q_lora_rank=hidden // 2, kv_lora_rank=hidden // 4, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
         n_shared_experts=1, num_nextn_predict_layers=0, max_position_embeddings=int(options["sequence"]),
@@ -99,16 +112,25 @@ def prepare(rank: int, size: int, options: dict, wire: Wire):
     blocks = [units[1:-1][first : first + layers] for first in range(0, len(units) - 2, layers)]
     stages = [[units[0], *blocks[0]], *blocks[1:-1], [*blocks[-1], units[-1]]]
     mine = [unit for stage in schedule.stages_of(rank) for unit in stages[stage]]
-    model = Model(config, torch.float32, Share.of_units(config, mine))
+    count = config.n_routed_experts // ep
+    experts = range(expert_rank * count, (expert_rank + 1) * count)
+    model = Model(config, torch.float32, Share.of_units(config, mine, experts))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, config, 1, torch.float32))
+            first = experts.start if is_expert(name) else 0
+            parameter.copy_(initial_value(name, parameter.shape, config, 1, torch.float32, first))
     attach_main_grads(model, torch.float32)
-    channels = Channels(set(messages(schedule).order), [list(range(size))], float(options["timeout"]), DEVICE)
-    dispatcher = DelayedDispatcher(LocalDispatcher(), wire)
+    pipelines = [list(range(i, size, ep)) for i in range(ep)]
+    channels = Channels(set(messages(schedule).order), pipelines, float(options["timeout"]), DEVICE)
+    if ep == 1:
+        dispatcher = DelayedDispatcher(LocalDispatcher(), wire)
+    else:
+        groups = [dist.new_group(list(range(first, first + ep))) for first in range(0, size, ep)]
+        dispatcher = AllToAllDispatcher(groups[rank], ep, PAYLOADS["compute"], DEVICE)
+        slow_down(dispatcher.link, wire)
     executor = executing.Executor(schedule, rank, model, stages, dispatcher, channels)
     shape = (schedule.micro_batches, 1, int(options["sequence"]) + 1)
-    tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1 + expert_rank))
     batches = [MicroBatch(t, torch.zeros_like(t), 0) for t in tokens]
     weights = LossWeights.of_batch([tokens.numel()], len(tokens), 0.0, [], 0.0)
 

@@ -44,6 +44,9 @@ class Dispatch(Protocol):
 
     offsets: torch.Tensor  # int32 [local experts]: where each expert's rows end; known once dispatch was waited for
 
+    def ready(self) -> bool:
+        """Whether `dispatch` would start its communication at once, without waiting for what `route` has started."""
+
     def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor) -> Pending[tuple[torch.Tensor, torch.Tensor]]:
         """x [T, hidden], topk_weights [T, k] -> rows [n, hidden] sorted by expert, row_weights [n]."""
 
@@ -61,7 +64,7 @@ class Dispatch(Protocol):
 
 class Dispatcher(Protocol):
     def route(self, topk_ids: torch.Tensor, experts: int) -> Dispatch:
-        """topk_ids int64 [T, k] -> the way for these tokens."""
+        """topk_ids int64 [T, k] -> the way for these tokens. Starts to tell other ranks how many come to them."""
 
 
 class Block(nn.Module):
@@ -122,6 +125,8 @@ class BlockPass:
         self.attention_graph = Graph(self.keep)
         outputs = self.attention_graph.run(self._attention, hidden)
         self.residual, self.x, self.topk_weights, balance_loss = outputs
+        if self.block.is_moe:
+            self.route = self.dispatcher.route(self.topk_ids, self.block.config.n_routed_experts)
         return balance_loss
 
     def _attention(self, hidden):
@@ -132,9 +137,12 @@ class BlockPass:
         self.topk_ids = routing.topk_ids
         return residual, x, routing.topk_weights, routing.balance_loss
 
+    def dispatch_is_ready(self) -> bool:
+        """Behind attention: whether `dispatch` need not wait for anything before it starts."""
+        return not self.block.is_moe or self.route.ready()
+
     def dispatch(self) -> None:
         if self.block.is_moe:
-            self.route = self.dispatcher.route(self.topk_ids, self.block.config.n_routed_experts)
             self.pending = self.route.dispatch(self.x.flatten(0, 1), self.topk_weights)
 
     def experts(self) -> None:

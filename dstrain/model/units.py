@@ -48,6 +48,9 @@ class ForwardWay:
         self.block, hidden, self.hidden = self.ahead.popleft(), self.hidden, None
         self.job.sums.balance += self.block.attention(hidden)
 
+    def dispatch_is_ready(self) -> bool:
+        return self.block.dispatch_is_ready()
+
     def dispatch(self) -> None:
         self.block.dispatch()
 

@@ -58,6 +58,9 @@ class LocalDispatch:
         self.token_of_row = torch.zeros(total, dtype=torch.int64, device=topk_ids.device)
         self.token_of_row[rows.row_of_copy] = copies.token
 
+    def ready(self) -> bool:
+        return True
+
     def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor) -> Done:
         row_weights = topk_weights.new_zeros(len(self.token_of_row))
         row_weights[self.row_of_slot] = topk_weights.masked_fill(self.dropped, 0)

@@ -77,6 +77,10 @@ class AllToAllDispatch:
 
         self.sizes = self.lane.start(begin, lambda received: read_counts(dispatcher, self.counts, received))
 
+    def ready(self) -> bool:
+        """Whether all counts are here."""
+        return self.sizes.ready()
+
     def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor):
         """-> a Pending of rows [n, hidden] in x's type and row_weights [n]."""
         host, counts = known(self.sizes)

@@ -6,10 +6,16 @@ communication stream, where it starts as soon as its input is ready, whatever co
 stands last and runs beside attention(B) and attention(W). Whoever ran that list to the letter would start it only when
 the next layer's attention(F) already waits for it. So here a communication is started right behind what makes its
 input; the order of the computations and that of the communications stay as they are.
+
+dispatch(F) has a second input: the counts that attention(F)'s routing sends to the other ranks. Where these are not
+there yet, it is started behind experts(B), so that nobody stands still for them.
 """
 
 from dstrain.model.units import BackwardWay, ForwardWay
 from dstrain.parallel.schedules.pair import Operation, Phase, pair_order, taken_by
+
+
+DISPATCH_F, EXPERTS_B = Phase("dispatch", "F"), Phase("experts", "B")
 
 
 def run_pair(forward: ForwardWay, backward: BackwardWay) -> None:
@@ -21,8 +27,17 @@ def run_pair(forward: ForwardWay, backward: BackwardWay) -> None:
         Phase("combine", "F"): forward.combine, Phase("combine", "B"): backward.combine,
         Phase("attention", "W"): backward.weights, Phase("experts", "W"): backward.weights,
     }
+    late = False  # whether dispatch(F) is still to be started; no rank starts another communication before it
     for operation in issue_order(pair_order(forward.blocks, backward.blocks)):
-        phases[operation.phase]()
+        phase = operation.phase
+        if phase == DISPATCH_F:
+            late = not forward.dispatch_is_ready()
+            if late:
+                continue
+        elif late and phase != EXPERTS_B:
+            forward.dispatch()
+            late = False
+        phases[phase]()
 
 
 def issue_order(operations: list[Operation]) -> list[Operation]:

@@ -76,6 +76,15 @@ def _import(overrides: list[str]) -> int:
     return import_folder(config)
 
 
+def _prepare(overrides: list[str]) -> int:
+    from dstrain.config.compose import compose
+
+    config, _, _ = compose("prepare", overrides)
+    from dstrain.data.prepare import prepare
+
+    return prepare(config)
+
+
 def _plan(overrides: list[str]) -> int:
     from dstrain.config.compose import compose
 
@@ -97,6 +106,9 @@ COMMANDS = {
     "generate": Command("write text with a trained model", "checkpoint=runs/tiny prompt='def '", _generate),
     "export": Command("write a checkpoint as a Hugging Face folder", "checkpoint=runs/tiny out=tiny-hf", _export),
     "import": Command("make a checkpoint of a Hugging Face folder", "from=DeepSeek-V2-Lite out=v2-lite", _import),
+    "prepare": Command(
+        "encode a corpus into token files", "from=texts.jsonl tokenizer=tokenizer.json out=data/tokens/mine", _prepare
+    ),
     "plan": Command("show what a pipeline schedule does", "schedule=dualpipe parallel.pp=8 show=true", _plan),
 }
 

@@ -34,13 +34,13 @@ from dstrain.config.build import (
     unknown_key,
 )
 from dstrain.config.errors import InputError
-from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, PlanConfig, TrainConfig
+from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, PlanConfig, PrepareConfig, TrainConfig
 
 COMMANDS = {
     "train": TrainConfig, "generate": GenerateConfig, "export": ExportConfig, "import": ImportConfig,
-    "plan": PlanConfig,
+    "plan": PlanConfig, "prepare": PrepareConfig,
 }
-AnyConfig = TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig
+AnyConfig = TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig
 CONFIG_FILE = "config.yaml"
 OVERRIDES_FILE = "overrides.json"
 # They say which folder is meant and how far to go this time, not what the run is.
@@ -49,7 +49,7 @@ NEVER_REMEMBERED = ("run.name", "run.dir", "run.steps")
 # Paths: a shell leaves the ~ of run.dir=~/runs as it is, and a folder called "~" is a trap.
 PATHS = (
     "run.dir", "data.text", "data.train", "data.heldout", "data.tokenizer", "data.cache", "checkpoint", "checkpoint.initial",
-    "from", "out",
+    "from", "out", "tokenizer",
 )
 
 

@@ -239,6 +239,24 @@ class ImportConfig:
 
 
 @dataclass
+class PrepareConfig:
+    """The whole configuration of `dstrain prepare`."""
+
+    from_: str  # a file, a folder of files, or the name of a data set on the Hugging Face Hub
+    out: str  # the token files to write: OUT.bin, OUT.idx and the summary OUT.json
+    tokenizer: str  # a tokenizer.json
+    format: str = "auto"  # auto (by the files' names) | text | jsonl | parquet | hub
+    pattern: str = "*"  # which files of a folder are meant
+    column: str = "text"  # of jsonl, parquet and hub: what holds the text
+    unit: str = "file"  # of text: what is a document: file | paragraph (between empty lines) | line
+    subset: str | None = None  # of hub: the data set's configuration
+    split: str = "train"  # of hub
+    limit: int | None = None  # take the first so many documents only; null: all
+    workers: int | None = None  # processes that encode; null: one per core
+    shard_size: str = "64MB"  # text of one shard: what one worker holds, and what an interruption can lose
+
+
+@dataclass
 class PlanParallel:
     """The pipeline whose schedule is shown."""
 

@@ -15,6 +15,7 @@ from dstrain.config.schema import (
     ParallelConfig,
     PlanConfig,
     PrecisionConfig,
+    PrepareConfig,
     RunConfig,
     ScheduleConfig,
     Segment,
@@ -39,8 +40,8 @@ NAME_BYTES = 200  # a file system's 255, less what is put before or after the na
 
 
 def validate(
-    config: TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig,
-) -> TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig:
+    config: TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig,
+) -> TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig:
     """The configuration itself, if it can run; else InputError naming the keys, their values and what is valid."""
     if isinstance(config, GenerateConfig):
         _generate(config)
@@ -54,6 +55,9 @@ def validate(
         return config
     if isinstance(config, PlanConfig):
         _plan(config)
+        return config
+    if isinstance(config, PrepareConfig):
+        _prepare(config)
         return config
     _run(config.run)
     _model(config.model)
@@ -318,6 +322,23 @@ def _plan(config: PlanConfig) -> None:
     _from_to("batch.micro_batches", micro_batches, 1, LARGEST_PLAN // ranks)
     if config.out is not None and not (config.out.endswith(".svg") and "\0" not in config.out):
         raise InputError(f"out={config.out}: must be null or the path of an .svg file")
+
+
+def _prepare(config: PrepareConfig) -> None:
+    _given("from", config.from_, "a file, a folder, or the name of a data set on the Hub")
+    _given("out", config.out, "the token files to write, without .bin and .idx")
+    if config.out.endswith((".bin", ".idx", "/")):
+        raise InputError(f"out={config.out}: must be what the files' names begin with, without .bin and .idx")
+    _given("tokenizer", config.tokenizer, "a tokenizer.json")
+    _given("column", config.column, "the name of a column")
+    _given("split", config.split, "the name of a split, such as train")
+    _one_of("format", config.format, ("auto", "text", "jsonl", "parquet", "hub"))
+    _one_of("unit", config.unit, ("file", "paragraph", "line"))
+    if config.limit is not None:
+        _at_least("limit", config.limit, 1, "null (all documents) or at least 1")
+    if config.workers is not None:
+        _from_to("workers", config.workers, 1, MOST_THREADS, "null (one per core) or ")
+    parse_size("shard_size", config.shard_size)
 
 
 def _given(key: str, path: str, valid: str) -> None:

@@ -8,7 +8,9 @@ documents.
 
 import os
 import secrets
+import shutil
 import struct
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +106,10 @@ class IndexedDataset:
         """All token ids of document i, int64."""
         return self.read(i, 0, int(self.document_lengths[i]))
 
+    def sequences(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of all sequences, and the document index, both int64."""
+        return np.diff(self._sequence_starts), self._document_index
+
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         """`length` token ids of a document from its token `offset` on, int64 [length]; IndexError beyond its end."""
         if not 0 <= document < self.num_documents:
@@ -137,8 +143,8 @@ class IndexedWriter:
         self.prefix = str(prefix)
         mark = f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
         self._bin_temp, self._idx_temp = self.prefix + ".bin" + mark, self.prefix + ".idx" + mark
-        self._lengths: list[int] = []
-        self._document_index = [0]
+        self._lengths = array("q")  # eight bytes each: there may be hundreds of millions
+        self._document_index = array("q", [0])
         self._bin = open(self._bin_temp, "xb")
 
     def add_document(self, ids) -> None:
@@ -154,18 +160,29 @@ class IndexedWriter:
             self._lengths.append(min(len(ids) - start, LARGEST_ID))
         self._document_index.append(len(self._lengths))
 
+    def append(self, prefix: str | Path) -> None:
+        """Append all documents of files that such a writer made."""
+        data = IndexedDataset(prefix)
+        if data.tokens.dtype != np.dtype("<i4"):
+            raise InputError(f"{data.idx_path}: {data.tokens.dtype} ids, int32 can be appended")
+        with open(data.bin_path, "rb") as file:
+            shutil.copyfileobj(file, self._bin, 1 << 24)
+        lengths, index = data.sequences()
+        self._document_index.frombytes((index[1:] + len(self._lengths)).astype(np.int64).tobytes())
+        self._lengths.frombytes(lengths.tobytes())
+
     def finish(self) -> None:
         """Write the index, flush both files to the disk and give them their final names."""
         self._bin.flush()
         os.fsync(self._bin.fileno())
         self._bin.close()
-        lengths = np.array(self._lengths, np.int64)
+        lengths = np.frombuffer(self._lengths, np.int64)
         pointers = 4 * (np.cumsum(lengths) - lengths)
         with open(self._idx_temp, "xb") as idx:
             idx.write(HEADER.pack(MAGIC, VERSION, INT32_CODE, len(lengths), len(self._document_index)))
             idx.write(lengths.astype("<i4").tobytes())
             idx.write(pointers.astype("<i8").tobytes())
-            idx.write(np.array(self._document_index, "<i8").tobytes())
+            idx.write(np.frombuffer(self._document_index, np.int64).astype("<i8").tobytes())
             idx.flush()
             os.fsync(idx.fileno())
         # An older index goes first: no moment shows an index beside another dataset's tokens.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dstrain.config.schedule import Schedule
 from dstrain.config.schema import TrainConfig
 from dstrain.model.batch import MicroBatch
 from dstrain.model.block import Dispatcher
@@ -17,7 +18,7 @@ from dstrain.parallel.layout import Layout
 from dstrain.parallel.totals import total_counts, total_loads, total_sums
 from dstrain.train.bias import max_violation, update_bias
 from dstrain.train.optimizer import AdamW
-from dstrain.train.schedule import Schedule, batch_sequences
+from dstrain.train.schedule import batch_sequences
 from dstrain.train.state import RunState
 
 

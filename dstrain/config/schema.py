@@ -68,6 +68,31 @@ class ModelConfig:
 
 
 @dataclass
+class Segment:
+    """A piece of a schedule over tokens: it ends at `until` with `value`, reached by `shape`."""
+
+    until: float | str  # tokens, or a percentage of schedule.tokens such as "2%"
+    value: float
+    shape: str = "constant"  # constant | linear | cosine
+
+
+@dataclass
+class SourceConfig:
+    """One source of a mixture: ready token files, and how much of the samples they are."""
+
+    task: str  # what kind of text it is, such as math or code; shares are summed by it in the metrics
+    share: float  # of the samples, in any unit: shares are divided by their sum
+    train: str  # prefix of token files, whose ids are data.tokenizer's
+    name: str | None = None  # in metrics, and what the order of its documents is drawn from; null: the task
+    schedule: list[Segment] = field(default_factory=list)  # moves the share over tokens, from `share` on
+    fim_rate: float | None = None  # null: data.fim_rate
+
+    @property
+    def label(self) -> str:
+        return self.task if self.name is None else self.name
+
+
+@dataclass
 class DataConfig:
     """Where tokens come from, and how they are cut into samples."""
 
@@ -75,11 +100,13 @@ class DataConfig:
     text: str | None = None  # a text file or a folder of text files; null: the standard library's sources
     pattern: str = "*"  # which files of a folder are text
     train: str | None = None  # prefix of ready token files (PREFIX.bin, PREFIX.idx) instead of text
-    heldout: str | None = None  # the same for evaluation
+    sources: list[SourceConfig] | None = None  # a mixture of ready token files instead of text or train
+    heldout: str | None = None  # the same as train for evaluation
     tokenizer: str | None = None  # a tokenizer.json; null: a byte-level BPE trained on the text
     vocab_size: int = 4096  # of a tokenizer trained here
     cache: str = "data/cache"  # folder of the corpora built from text
     document_mask: bool = False  # attention and targets stay inside a document
+    fim_rate: float = 0.0  # of the training documents, rearranged as prefix, suffix, middle; others in every epoch
 
 
 @dataclass
@@ -134,15 +161,6 @@ class OptimConfig:
     moments: str = "bf16"  # bf16 | fp32
     balance_alpha: float = 1e-4  # weight of the sequence-wise balance loss
     max_skipped_steps: int = 10  # that many non-finite steps in a row end the run
-
-
-@dataclass
-class Segment:
-    """A piece of a schedule over tokens: it ends at `until` with `value`, reached by `shape`."""
-
-    until: float | str  # tokens, or a percentage of schedule.tokens such as "2%"
-    value: float
-    shape: str = "constant"  # constant | linear | cosine
 
 
 @dataclass

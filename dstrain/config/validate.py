@@ -19,6 +19,7 @@ from dstrain.config.schema import (
     RunConfig,
     ScheduleConfig,
     Segment,
+    SourceConfig,
     TrainConfig,
     YarnConfig,
 )
@@ -61,7 +62,7 @@ def validate(
         return config
     _run(config.run)
     _model(config.model)
-    _data(config.data, config.model, trains_tokenizer=config.checkpoint.initial is None)
+    _data(config.data, config.model, config.schedule.tokens, trains_tokenizer=config.checkpoint.initial is None)
     _batch(config.batch)
     _precision(config.precision)
     _parallel(config.parallel, config.model)
@@ -202,7 +203,7 @@ def _yarn(yarn: YarnConfig) -> None:
     _at_least(f"{where}.mscale_all_dim", yarn.mscale_all_dim, 0)
 
 
-def _data(data: DataConfig, model: ModelConfig, trains_tokenizer: bool) -> None:
+def _data(data: DataConfig, model: ModelConfig, tokens: float, trains_tokenizer: bool) -> None:
     _at_least("data.sequence_length", data.sequence_length, 1)
     yarn = model.rope_scaling
     if yarn is None and data.sequence_length > model.max_position_embeddings:
@@ -220,9 +221,34 @@ def _data(data: DataConfig, model: ModelConfig, trains_tokenizer: bool) -> None:
     if data.text is not None and data.train is not None:
         raise InputError(f"data.text={data.text} and data.train={data.train}: only one of them can be given, "
                          "text or ready token files")
-    trains_tokenizer = trains_tokenizer and data.train is None and data.tokenizer is None
+    _from_to("data.fim_rate", data.fim_rate, 0, 1)
+    if data.sources is not None:
+        if data.text is not None or data.train is not None:
+            raise InputError("data.sources excludes data.text and data.train: only one of them can be given")
+        _sources(data.sources, tokens)
+    ready = data.train is not None or data.sources is not None
+    trains_tokenizer = trains_tokenizer and not ready and data.tokenizer is None
     if trains_tokenizer and data.vocab_size > model.vocab_size:
         raise InputError(f"data.vocab_size={data.vocab_size}: must be at most model.vocab_size={model.vocab_size}")
+
+
+def _sources(sources: list[SourceConfig], tokens: float) -> None:
+    if not sources:
+        raise InputError("data.sources is empty: must be at least one source {task, share, train}")
+    for i, source in enumerate(sources):
+        where = f"data.sources.{i}"
+        _given(f"{where}.task", source.task, "a label such as math or code")
+        _given(f"{where}.train", source.train, "the prefix of token files")
+        _at_least(f"{where}.share", source.share, 0)
+        _segments(f"{where}.schedule", source.schedule, tokens)
+        if source.fim_rate is not None:
+            _from_to(f"{where}.fim_rate", source.fim_rate, 0, 1, "null (data.fim_rate) or ")
+    labels = [source.label for source in sources]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise InputError(f"data.sources: two are called {twice!r}; give each a name=… of its own")
+    if not any(source.share or any(segment.value for segment in source.schedule) for source in sources):
+        raise InputError("data.sources: all shares are 0; at least one must be above")
 
 
 def _batch(batch: BatchConfig) -> None:
@@ -351,7 +377,7 @@ def _at_least(key: str, value: float, least: float, valid: str = "") -> None:
         raise InputError(f"{key}={value}: must be {valid or f'at least {least}'}")
 
 
-def _from_to(key: str, value: int, least: int, most: int, valid: str = "") -> None:
+def _from_to(key: str, value: float, least: float, most: float, valid: str = "") -> None:
     if not least <= value <= most:
         raise InputError(f"{key}={value}: must be {valid}at least {least} and at most {most}")
 

@@ -57,14 +57,15 @@ class Corpus:
     gzip_bits_per_byte: float | None = None  # gzip -9 of the held-out texts, concatenated
     xz_bits_per_byte: float | None = None  # xz -9 of the same
     skipped: list[str] = field(default_factory=list)  # files of the source left out, with the reason
+    sources: list[str] = field(default_factory=list)  # of a mixture: prefixes of its token files, in place of `train`
 
 
-PATHS = {"folder", "train", "heldout", "tokenizer"}  # not in corpus.json: a corpus may be moved
+PATHS = {"folder", "train", "heldout", "tokenizer", "sources"}  # not in corpus.json: a corpus may be moved
 
 
 def open_corpus(config: DataConfig) -> Corpus:
     """The corpus of a data configuration: ready token files, or one built from text under `config.cache` and reused."""
-    if config.train is not None:
+    if config.train is not None or config.sources is not None:
         corpus = _ready(config)
     elif config.heldout is not None:
         raise InputError(f"data.heldout={config.heldout} needs data.train: ready token files for training too")
@@ -94,29 +95,35 @@ def check_vocabulary(dataset: IndexedDataset, vocab_size: int, where: str) -> No
 
 def _ready(config: DataConfig) -> Corpus:
     if config.text is not None:
-        raise InputError(f"data.text={config.text} and data.train={config.train} exclude each other: set one of them")
+        raise InputError(f"data.text={config.text} and ready token files exclude each other: set one of them")
+    key = f"data.train={config.train}" if config.sources is None else "data.sources"
     if config.tokenizer is None:
-        raise InputError(f"data.train={config.train} needs data.tokenizer, the tokenizer.json that the ids belong to")
-    train = IndexedDataset(config.train)
+        raise InputError(f"{key} needs data.tokenizer, the tokenizer.json that the ids belong to")
+    if config.sources is None:
+        prefixes = [config.train]
+    else:
+        prefixes = [os.path.expanduser(source.train) for source in config.sources]
+    train = [IndexedDataset(prefix) for prefix in prefixes]
     heldout = IndexedDataset(config.heldout) if config.heldout is not None else None
     tokenizer = Tokenizer.load(config.tokenizer)
     seen = hashlib.blake2b(Path(config.tokenizer).read_bytes(), digest_size=16)
-    for dataset in filter(None, (train, heldout)):
+    for dataset in filter(None, (*train, heldout)):
         check_vocabulary(dataset, tokenizer.vocab_size, config.tokenizer)
         # The lengths of all documents and the beginning: cheap however large the files are, and it tells them apart.
         seen.update(dataset.idx_path.read_bytes())
         seen.update(dataset.tokens[: 1 << 20].tobytes())
     return Corpus(
-        name=Path(config.train).name,
+        name=Path(config.train).name if config.sources is None else " + ".join(s.label for s in config.sources),
         fingerprint=seen.hexdigest(),
         folder=None,
-        train=config.train,
+        train=config.train if config.sources is None else key,
         heldout=config.heldout,
         tokenizer=config.tokenizer,
-        train_documents=train.num_documents,
-        train_tokens=train.num_tokens,
+        train_documents=sum(dataset.num_documents for dataset in train),
+        train_tokens=sum(dataset.num_tokens for dataset in train),
         heldout_documents=heldout.num_documents if heldout else 0,
         heldout_tokens=heldout.num_tokens if heldout else 0,
+        sources=[] if config.sources is None else prefixes,
     )
 
 

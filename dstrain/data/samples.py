@@ -1,13 +1,15 @@
 """Samples addressed by a number alone: shuffled and endless for training, in order and once for evaluation.
 
 The training stream is made of epochs; an epoch holds every document once, in an order drawn from (seed, epoch), one
-after the other without padding. Sample i is the L + 1 + D tokens from token i·L of the stream on (L the sequence
-length, D the MTP depth): its last 1 + D tokens overlap the next sample, so every depth has its whole window of targets.
+after the other without padding (fim.py may rearrange some). Sample i is the L + 1 + D tokens from token i·L of the stream
+on (L the sequence length, D the MTP depth): its last 1 + D tokens overlap the next sample, so every depth has its whole
+window of targets.
 Nothing is remembered between samples, hence a run resumes, on any number of readers, by knowing the next i.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,13 +45,13 @@ def scatter(number: int, size: int, key: int) -> int:
     while True:
         left, right = number >> half, number & mask
         for turn in range(4):
-            left, right = right, left ^ (_mix(_mix(key + turn) ^ right) & mask)
+            left, right = right, left ^ (mix(mix(key + turn) ^ right) & mask)
         number = left << half | right
         if number < size:
             return number
 
 
-def _mix(value: int) -> int:
+def mix(value: int) -> int:
     """The finaliser of SplitMix64: every bit of `value` moves every bit of the result."""
     value = (value + 0x9E3779B97F4A7C15) % 2**64
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -57,16 +59,41 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
-class _Order:
-    """Documents in one order, and the token at which each starts: int64 [documents + 1]."""
+class Epochs(Protocol):
+    """The documents of a dataset as an epoch holds them."""
 
-    def __init__(self, dataset: IndexedDataset, documents: np.ndarray | None):
-        lengths = dataset.document_lengths
-        self.documents = documents
+    num_tokens: int  # of one epoch, the same in all of them
+
+    def lengths(self, epoch: int) -> np.ndarray:
+        """Tokens of each document, int64 [documents]."""
+
+    def read(self, epoch: int, document: int, offset: int, length: int) -> np.ndarray:
+        """`length` ids of a document from its token `offset` on, int64 [length]."""
+
+
+class AsStored:
+    """Every epoch holds the documents as the dataset has them."""
+
+    def __init__(self, dataset: IndexedDataset):
+        self.dataset, self.num_tokens = dataset, dataset.num_tokens
+
+    def lengths(self, epoch: int) -> np.ndarray:
+        return self.dataset.document_lengths
+
+    def read(self, epoch: int, document: int, offset: int, length: int) -> np.ndarray:
+        return self.dataset.read(document, offset, length)
+
+
+class _Order:
+    """Documents of an epoch in one order, and the token at which each starts: int64 [documents + 1]."""
+
+    def __init__(self, epochs: Epochs, epoch: int, documents: np.ndarray | None):
+        lengths = epochs.lengths(epoch)
+        self.epochs, self.epoch, self.documents = epochs, epoch, documents
         self.starts = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths if documents is None else lengths[documents], out=self.starts[1:])
 
-    def copy(self, dataset: IndexedDataset, position: int, tokens: np.ndarray, numbers: np.ndarray, first: int) -> int:
+    def copy(self, position: int, tokens: np.ndarray, numbers: np.ndarray, first: int) -> int:
         """Fill `tokens` from token `position` of this order on, and `numbers` with documents counted from `first`.
 
         Returns the number after the last one used. Empty documents are passed over and get no number.
@@ -78,78 +105,86 @@ class _Order:
             if take:
                 document = slot if self.documents is None else int(self.documents[slot])
                 offset = position - int(self.starts[slot])
-                tokens[done : done + take] = dataset.read(document, offset, take)
+                tokens[done : done + take] = self.epochs.read(self.epoch, document, offset, take)
                 numbers[done : done + take] = first
                 done, position, first = done + take, position + take, first + 1
             slot += 1
         return first
 
 
-class _Batches:
-    """Samples side by side, for everything that has `sample` and a width."""
-
-    width: int
-
-    def stacked(self, numbers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The samples of these numbers: tokens and document numbers, both int64 [count, L + 1 + D]."""
-        tokens, documents = np.empty((2, len(numbers), self.width), np.int64)
-        for row, number in enumerate(numbers):
-            tokens[row], documents[row] = self.sample(number)
-        return torch.from_numpy(tokens), torch.from_numpy(documents)
+def stacked(samples: Iterable[tuple[np.ndarray, np.ndarray]], count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples side by side: tokens and document numbers, both int64 [count, width]."""
+    tokens, documents = np.empty((2, count, width), np.int64)
+    for row, sample in enumerate(samples):
+        tokens[row], documents[row] = sample
+    return torch.from_numpy(tokens), torch.from_numpy(documents)
 
 
-class SampleStream(_Batches):
+class SampleStream:
     """The endless training stream of a dataset. `sample(i)` is a pure function of (dataset, seed, i), i = 0, 1, …, and so is
     `visited(n)`, the sample of visit n. `batch` takes visits."""
 
-    def __init__(self, dataset: IndexedDataset, seed: int, sequence_length: int, depth: int):
-        self.dataset, self.seed, self.sequence_length = dataset, seed, sequence_length
+    def __init__(
+        self, dataset: IndexedDataset, seed: int, sequence_length: int, depth: int, epochs: Epochs | None = None
+    ):
+        """epochs: what the dataset's documents are in each epoch; None: as they are stored."""
+        self.seed, self.sequence_length = seed, sequence_length
+        self.documents, self.epochs = dataset.num_documents, epochs or AsStored(dataset)
         self.width = sequence_length + 1 + depth
         if dataset.num_tokens < self.width:
             raise InputError(
                 f"{dataset.bin_path}: {dataset.num_tokens} tokens found, one sample needs {self.width} "
                 f"(data.sequence_length {sequence_length} + 1 + MTP depth {depth})"
             )
-        self.block = dataset.num_tokens // sequence_length  # samples scattered together, at least 1
+        self.block = self.epochs.num_tokens // sequence_length  # samples scattered together, at least 1
         self._orders: OrderedDict[int, _Order] = OrderedDict()
 
     def visited(self, n: int) -> int:
         """The sample of visit n = 0, 1, …"""
         block, number = divmod(n, self.block)
-        return block * self.block + scatter(number, self.block, _mix(self.seed % 2**64) + block)
+        return block * self.block + scatter(number, self.block, mix(self.seed % 2**64) + block)
 
     def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Visits first … first + count - 1: tokens and document numbers, both int64 [count, L + 1 + D]."""
-        return self.stacked([self.visited(n) for n in range(first, first + count)])
+        return stacked((self.sample(self.visited(n)) for n in range(first, first + count)), count, self.width)
+
+    def epochs_of(self, visits: int) -> float:
+        """The epochs that so many visits are."""
+        return visits * self.sequence_length / self.epochs.num_tokens
+
+    def metrics(self, samples: int) -> dict:
+        """For the metrics of a step that ends after so many samples."""
+        return {"data_epochs": {"train": self.epochs_of(samples)}}
 
     def epoch_of(self, i: int) -> int:
         """The epoch, from 0, in which sample i begins."""
-        return i * self.sequence_length // self.dataset.num_tokens
+        return i * self.sequence_length // self.epochs.num_tokens
 
     def sample(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Sample i: token ids, and each token's document, counted from 0 within the sample; int64 [L + 1 + D] both."""
         if i < 0:
             raise IndexError(f"sample {i}: samples are counted from 0")
         tokens, documents = np.empty((2, self.width), np.int64)
-        epoch, position = divmod(i * self.sequence_length, self.dataset.num_tokens)
+        size = self.epochs.num_tokens
+        epoch, position = divmod(i * self.sequence_length, size)
         done = number = 0
         while done < self.width:
-            take = min(self.width - done, self.dataset.num_tokens - position)
+            take = min(self.width - done, size - position)
             part = slice(done, done + take)
-            number = self._order(epoch).copy(self.dataset, position, tokens[part], documents[part], number)
+            number = self._order(epoch).copy(position, tokens[part], documents[part], number)
             done, epoch, position = done + take, epoch + 1, 0
         return tokens, documents
 
     def _order(self, epoch: int) -> _Order:
         if epoch not in self._orders:
-            self._orders[epoch] = _Order(self.dataset, shuffled(self.dataset.num_documents, self.seed, epoch))
+            self._orders[epoch] = _Order(self.epochs, epoch, shuffled(self.documents, self.seed, epoch))
             while len(self._orders) > EPOCHS_KEPT:
                 self._orders.popitem(last=False)
         self._orders.move_to_end(epoch)
         return self._orders[epoch]
 
 
-class EvalWindows(_Batches):
+class EvalWindows:
     """The whole dataset once, in its order: window i predicts the tokens i·L + 1 … (i + 1)·L.
 
     So every token but the first is predicted once. Where the last window runs beyond the end, token ids are 0 and
@@ -161,11 +196,11 @@ class EvalWindows(_Batches):
         self.width = sequence_length + 1 + depth
         if dataset.num_tokens < 2:
             raise InputError(f"{dataset.bin_path}: {dataset.num_tokens} tokens found, evaluation needs at least 2")
-        self._order = _Order(dataset, None)
+        self._order = _Order(AsStored(dataset), 0, None)
 
     def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows first … first + count - 1: tokens and document numbers, both int64 [count, L + 1 + D]."""
-        return self.stacked(range(first, first + count))
+        return stacked((self.sample(i) for i in range(first, first + count)), count, self.width)
 
     def __len__(self) -> int:
         """Number of windows."""
@@ -178,7 +213,7 @@ class EvalWindows(_Batches):
         tokens, documents = np.zeros(self.width, np.int64), np.full(self.width, -1, np.int64)
         position = i * self.sequence_length
         real = min(self.width, self.dataset.num_tokens - position)
-        self._order.copy(self.dataset, position, tokens[:real], documents[:real], 0)
+        self._order.copy(position, tokens[:real], documents[:real], 0)
         return tokens, documents
 
 

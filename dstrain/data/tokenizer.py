@@ -32,6 +32,13 @@ DOCUMENT_MARKS = [
 ]
 PADS = [PAD, "<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"]
 
+# Begin, hole and end of fill-in-the-middle: before the prefix, the suffix and the middle.
+FIM_MARKS = [
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+]
+
 # Words with the space, dot or bracket before them; up to three digits; punctuation; a line end with the next line's
 # indentation, so that "def f():" alone, the usual prompt, is cut as it is inside a file; other white space.
 PIECES = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*\n[ \t]*|\s+(?!\S)|\s+"
@@ -131,6 +138,7 @@ class Tokenizer:
             raise InputError(f"{where}: no tokens for a document's begin and end; one of these is needed: {names}")
         self.bos_id, self.eos_id = vocabulary[marks[0]], vocabulary[marks[1]]
         self.pad_id = next((vocabulary[name] for name in PADS if name in vocabulary), self.eos_id)
+        self._vocabulary, self._where = vocabulary, where
         self._leading_space = _strips_leading_space(parsed)
         self._pieces = _bytes_of_ids(parsed, vocabulary, {t["content"] for t in added}, control | set(marks), where)
 
@@ -175,6 +183,15 @@ class Tokenizer:
         temporary = Path(f"{path}.{os.getpid()}.tmp")
         temporary.write_text(self._definition, encoding="utf-8")
         os.replace(temporary, path)
+
+    def fim_ids(self) -> tuple[int, int, int]:
+        """Ids of the marks before prefix, suffix and middle; InputError naming them where the tokenizer has none."""
+        marks = next((marks for marks in FIM_MARKS if all(mark in self._vocabulary for mark in marks)), None)
+        if marks is None:
+            names = "; ".join(" ".join(marks) for marks in FIM_MARKS)
+            raise InputError(f"{self._where}: no tokens for fill-in-the-middle; one of these triples is needed: {names}")
+        begin, hole, end = (self._vocabulary[mark] for mark in marks)
+        return begin, hole, end
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """`[bos] + ids + [eos]` of each text, in parallel; whatever a text spells, it holds no control token."""

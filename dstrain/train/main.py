@@ -16,6 +16,7 @@ from dstrain.config.errors import InputError
 from dstrain.config.schema import DataConfig, ModelConfig, TrainConfig
 from dstrain.data.corpus import Corpus, open_corpus
 from dstrain.data.indexed import IndexedDataset
+from dstrain.data.mixture import Mixture, open_stream
 from dstrain.data.samples import EvalWindows, SampleStream, check_ids
 from dstrain.data.tokenizer import Tokenizer
 from dstrain.model.count import Counts, count_parameters
@@ -125,8 +126,7 @@ def open_data(config: TrainConfig, data: DataConfig) -> tuple[Corpus, Tokenizer,
     check_tokenizer(tokenizer, corpus, config.model)
     depth, length = config.model.num_nextn_predict_layers, config.data.sequence_length
     check_length(config, corpus, length + 1 + depth)
-    stream = SampleStream(IndexedDataset(corpus.train), config.run.seed, length, depth)
-    stream, windows = Checked(stream, config.model, corpus.train), None
+    stream, windows = Checked(open_stream(config, corpus, tokenizer), config.model, corpus.train), None
     if corpus.heldout:
         windows = Checked(EvalWindows(IndexedDataset(corpus.heldout), length, depth), config.model, corpus.heldout)
     return corpus, tokenizer, stream, windows
@@ -147,11 +147,14 @@ def initial_checkpoint(config: TrainConfig, console: RunConsole) -> Path | None:
 class Checked:
     """Samples whose ids are known to lie inside the model's vocabulary."""
 
-    def __init__(self, samples: SampleStream | EvalWindows, model: ModelConfig, where: str):
+    def __init__(self, samples: SampleStream | Mixture | EvalWindows, model: ModelConfig, where: str):
         self.samples, self.vocab_size, self.where = samples, model.vocab_size, where
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def metrics(self, samples: int) -> dict:
+        return self.samples.metrics(samples)
 
     def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, documents = self.samples.batch(first, count)
@@ -163,6 +166,8 @@ def check_length(config: TrainConfig, corpus: Corpus, needed: int) -> None:
     """InputError that names the user's text where it is shorter than one sample."""
     if corpus.train_tokens < needed:
         source = f"data.train={config.data.train}" if config.data.train else f"data.text={config.data.text}"
+        if config.data.sources is not None:
+            source = "data.sources"
         raise InputError(
             f"{source}: {corpus.train_tokens} training tokens, one sample needs {needed} (data.sequence_length="
             f"{config.data.sequence_length} + 1 + MTP depth); give more text or a shorter sequence"

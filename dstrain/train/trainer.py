@@ -70,6 +70,7 @@ class Trainer:
                 while not self.finished() and not self.stopping():
                     metrics = self.stepper.step(state)
                     metrics["mfu"] = metrics["tokens_per_second"] * self.flops_per_token / self.peak_flops
+                    metrics |= self.stepper.stream.metrics(state.samples)
                     metrics_file.write(metrics)
                     self.console.step(metrics, *self.progress())
                     if state.skipped_in_a_row >= self.config.optim.max_skipped_steps:

@@ -94,11 +94,9 @@ def _lines(name: str) -> Iterator[tuple[bytes, int]]:
     """Lines of a file with their ends, and the bytes on disk that reading each one took."""
     import pyarrow
 
-    raw = pyarrow.OSFile(name)
-    codec = COMPRESSED.get(Path(name).suffix)
-    file = io.BufferedReader(pyarrow.CompressedInputStream(raw, codec) if codec else raw, 1 << 20)
-    before = 0
+    raw, codec, before = _open(name), COMPRESSED.get(Path(name).suffix), 0
     try:
+        file = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), codec) if codec else raw, 1 << 20)
         for line in file:
             after = raw.tell()
             yield line, after - before
@@ -106,11 +104,19 @@ def _lines(name: str) -> Iterator[tuple[bytes, int]]:
     except OSError as error:
         raise InputError(f"{name}: cannot be read to its end: {' '.join(str(error).split())}") from None
     finally:
-        file.close()
         raw.close()
 
 
+def _open(name: str) -> io.FileIO:
+    try:
+        return open(name, "rb", buffering=0)
+    except OSError as error:
+        raise InputError(f"{name}: cannot read this file: {error.strerror}") from None
+
+
 def _row(text: bytes | None, where: str, size: int) -> dict:
+    # A file's name may be no text, and a row's is only shown.
+    where = where.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return {"text": text or b"", "where": where, "size": size}
 
 
@@ -177,7 +183,7 @@ def _row_groups(names: list[str], column: str) -> tuple[list[tuple[str, int]], i
     groups, rows = [], 0
     for name in names:
         try:
-            with pyarrow.parquet.ParquetFile(name) as file:
+            with _open(name) as raw, pyarrow.parquet.ParquetFile(raw) as file:
                 schema, metadata = file.schema_arrow, file.metadata
         except pyarrow.ArrowException as error:
             raise InputError(f"{name}: not a Parquet file ({' '.join(str(error).split())})") from None
@@ -200,7 +206,7 @@ def _parquet(pieces: list[tuple[str, int]], column: str) -> Iterator[dict]:
 
     for name, group in pieces:
         number = 0
-        with pyarrow.parquet.ParquetFile(name) as file:
+        with _open(name) as raw, pyarrow.parquet.ParquetFile(raw) as file:
             for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[column]):
                 for value in batch.column(0).cast(pyarrow.large_binary()).to_pylist():  # a cast that decodes nothing
                     number += 1

@@ -83,6 +83,30 @@ def test_positions_beyond_4_gib_are_not_cut_to_32_bits(tmp_path):
     assert data.read(0, hole - 3, 3).tolist() == [0, 0, 0]
 
 
+def test_positions_beyond_4_gib_are_written_whole(tmp_path):
+    """D02: lengths as of documents near 2^31 ids, whose tokens nobody writes; byte 2^33 overflows 32 bits."""
+    writer = IndexedWriter(tmp_path / "a")
+    writer._lengths.extend([2**31 - 8, 5, 2**31 - 1, 3])
+    writer._document_index.extend([1, 2, 3, 4])
+    writer.finish()
+    raw = (tmp_path / "a.idx").read_bytes()
+    assert struct.unpack_from("<4q", raw, 34 + 16) == (0, 4 * (2**31 - 8), 4 * (2**31 - 3), 4 * (2**32 - 4))
+
+
+def test_files_are_appended_with_their_documents(tmp_path):
+    """Documents of several sequences, empty ones and empty files keep their borders."""
+    megatron_format.write(tmp_path / "a", [[[1, 2], [3]], [], [[4]]])
+    write(tmp_path / "b", [])
+    with IndexedWriter(tmp_path / "c") as writer:
+        for name in ("a", "b", "a"):
+            writer.append(tmp_path / name)
+        writer.add_document([9])
+    assert megatron_format.read(tmp_path / "c")[0] == 2 * [[1, 2, 3], [], [4]] + [[9]]
+    megatron_format.write(tmp_path / "d", [[[1]]], code=8)
+    with pytest.raises(InputError, match="d.idx: uint16 ids"), IndexedWriter(tmp_path / "c") as writer:
+        writer.append(tmp_path / "d")
+
+
 def test_a_gap_before_the_first_sequence_is_allowed(tmp_path):
     megatron_format.write(tmp_path / "a", [[[7, 8]]], gap=2**32 + 4)
     assert IndexedDataset(tmp_path / "a").document(0).tolist() == [7, 8]

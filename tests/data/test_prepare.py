@@ -156,6 +156,19 @@ def test_a_hub_name_without_network_is_one_line(tmp_path, tokenizer, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_names_of_files_may_be_patterns_or_no_text_at_all(tmp_path, tokenizer, here, capsys):
+    (tmp_path / "in").mkdir()
+    for name, content in ((b"a[1]*.txt", b"one"), (b"b\xff.txt", b"two"), (b"c\xfe.txt", b"\xff")):
+        with open(os.fsencode(tmp_path / "in") + b"/" + name, "wb") as file:
+            file.write(content)
+    write_parquet(tmp_path / "p", ["three"]).rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.parquet"))
+    prepare(config(tmp_path / "in", tmp_path / "t", tokenizer))
+    assert megatron_format.read(tmp_path / "t")[0] == expected(["one", "two"], tokenizer)
+    assert "in/c\ufffd.txt: not UTF-8" in capsys.readouterr().out
+    prepare(config(tmp_path, tmp_path / "u", tokenizer, "pattern=*.parquet"))
+    assert megatron_format.read(tmp_path / "u")[0] == expected(["three"], tokenizer)
+
+
 @pytest.mark.parametrize(
     "unit, right", [("file", ["one\r\ntwo\n\n\nthree\n \nfour"]), ("line", ["one", "two", "three", "four"]),
                     ("paragraph", ["one\r\ntwo", "three", "four"])]
@@ -319,6 +332,7 @@ def bad(tmp_path):
         ("from=ok.jsonl", "unit=word"): "unit=word",
         ("from=ok.jsonl", "format=csv"): "format=csv",
         ("from=ok.jsonl", "tokenizer=none.json"): "none.json: cannot read a tokenizer.json",
+        ("from=/proc/self/mem",): "/proc/self/mem: cannot be read",
         ("from=/dev/null",): "neither a file nor a folder",
     }  # fmt: skip
 

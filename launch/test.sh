@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the tests; arguments go to pytest:   bash launch/test.sh tests/config -k typo
+# Without the long ones, which `-m long` runs alone and `-m ""` with the others.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

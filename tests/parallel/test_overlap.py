@@ -179,3 +179,27 @@ def run_two(forward, backward, overlap):
     else:
         hidden, grad = one.forward(hidden), other.backward(grad)
     return results(model, sums) | {"hidden": hidden, "grad": grad}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_dispatch_whose_counts_are_late_starts_behind_the_experts_of_the_other_chunk(there):
+    """Nothing else changes its place; the longer forward's layers without a partner start theirs before the experts."""
+    done = []
+
+    class Way:
+        blocks = 2
+
+        def __init__(self, part, blocks):
+            self.part, self.blocks = part, blocks
+
+        def dispatch_is_ready(self):
+            return there
+
+        def __getattr__(self, name):
+            return lambda: done.append(f"{name} {self.part}")
+
+    run_pair(Way("F", 2), Way("B", 1))
+    start = ["combine B", "attention F"]
+    pair = ["dispatch F", "experts B"] if there else ["experts B", "dispatch F"]
+    rest = ["dispatch B", "weights B", "experts F", "combine F", "attention B", "weights B"]
+    assert done == start + pair + rest + ["attention F", "dispatch F", "experts F", "combine F"]

@@ -3,7 +3,7 @@
     python tools/bench_overlap.py
     python tools/bench_overlap.py ratio=1.2 rounds=9 out=tools/results/overlap_cpu.md
     python tools/bench_overlap.py clock=own      # on a machine that others use too
-    python tools/bench_overlap.py clock=own ep=2 latency_ms=20 sequence=1024 layers=2 micro_batches=6 rounds=3
+    python tools/bench_overlap.py clock=own ep=2 latency_ms=20 sequence=768 experts=512 micro_batches=6 rounds=3
 
 Every rank is a process of one thread. With ep=1 its experts are its own, but dispatch and combine go over a wire
 (tests/delays.py) of the given latency; whoever waits for the wire sleeps. With ep=2 two ranks share the experts of

@@ -68,7 +68,7 @@ class Carried:
 
 
 def slow_down(link, wire: Wire) -> None:
-    """From now on what a real dispatcher's `link` exchanges, the counts too, is on `wire`; really waited for as well."""
+    """From now on what a real dispatcher's `link` exchanges, the counts too, is on `wire`, and really waited for."""
     exchange = link.exchange
 
     def carried(phase, columns, sent, received):

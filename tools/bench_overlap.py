@@ -8,7 +8,8 @@
 Every rank is a process of one thread. With ep=1 its experts are its own, but dispatch and combine go over a wire
 (tests/delays.py) of the given latency; whoever waits for the wire sleeps. With ep=2 two ranks share the experts of
 each pipeline rank and the dispatcher is the real one: all its exchanges, the counts of a layer's rows too, go through
-gloo and over the wire; latencies of exchanges that follow each other overlap, bytes do not. experts: their inner size. A round is three steps: one without delay,
+gloo and over the wire; latencies of exchanges that follow each other overlap, bytes do not. experts: their inner
+size. A round is three steps: one without delay,
 from which the wire gets the bandwidth that makes a pair's communication take `ratio` times its computation, one without
 overlap and one with. Reported are the medians over rounds of a round's median pair, so that a disturbance of the
 machine spoils one round. Time that a rank waits for another rank's hidden states is not counted. clock=wall is real

@@ -51,9 +51,8 @@ class Recorder:
         return parts
 
     def steps(self, count):
-        """Per step: unclipped gradients summed over replicas, metrics, changes of the masters, biases by layer, samples.
-
-        The last is (data rank, the samples that this rank read).
+        """Per step: unclipped gradients summed over replicas, metrics, changes of the masters, biases by layer, and
+        (data rank, the samples that this rank read).
         """
         history = []
         for _ in range(count):
@@ -111,7 +110,8 @@ def assert_same_run(histories, reference, loss=1e-12, grad=1e-9, change=1e-7):
                 a, b = (m["loss_mtp"][key] if isinstance(key, int) else m[key] for m in (rank[1], metrics))
                 assert abs(a - b) <= loss * abs(b), f"step {step}, {key}"
             assert abs(rank[1]["grad_norm"] - metrics["grad_norm"]) < grad * metrics["grad_norm"]
-            for key in ("moe_load", "samples", "tokens", "lr", "bias_speed", "mtp_weight", "batch_sequences", "skipped"):
+            equal = "moe_load", "samples", "tokens", "lr", "bias_speed", "mtp_weight", "batch_sequences", "skipped"
+            for key in equal:
                 assert rank[1][key] == metrics[key], f"step {step}, {key}"
             for layer, bias in rank[3].items():
                 assert torch.equal(bias, biases[layer]), f"step {step}, bias of layer {layer}"

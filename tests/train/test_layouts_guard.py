@@ -1,4 +1,4 @@
-"""What a layout does with bad gradients and empty experts, and what a rank holds; the single process has the right values."""
+"""What a layout does with bad gradients and empty experts, and what a rank holds; one process has the right values."""
 
 import gc
 import math
@@ -90,7 +90,10 @@ def test_ranks_agree_on_bad_gradients_and_empty_experts_and_hold_their_part(tmp_
 # Memory ------------------------------------------------------------------------------------------------------------
 
 # Units: embed, blocks 0 to 2, head, one MTP module (layer 3), which needs the embedding again.
-STAGES = {0: {"layers": {0, 1}, "ends": {"embed_tokens"}}, 1: {"layers": {2, 3}, "ends": {"embed_tokens", "norm", "lm_head"}}}
+STAGES = {
+    0: {"layers": {0, 1}, "ends": {"embed_tokens"}},
+    1: {"layers": {2, 3}, "ends": {"embed_tokens", "norm", "lm_head"}},
+}
 LARGE = train_model(
     num_hidden_layers=3, num_nextn_predict_layers=1, hidden_size=64, intermediate_size=128, moe_intermediate_size=64
 )

@@ -72,7 +72,7 @@ def single(tmp_path, precision, micro):
 
 
 def test_fp8_dispatch_moves_a_run_less_than_other_micro_batches_do(of_ranks, tmp_path):
-    """At most three times as far from the single process as two of its own cuttings of the batch are from each other."""
+    """At most three times as far from the single process as two of its own cuttings of the batch from each other."""
     reference = single(tmp_path, "fp8", 2)
     gaps = distance(single(tmp_path, "fp8", 4), reference)
     found = distance([one["fp8 dispatch"] for one in of_ranks], reference)

@@ -19,6 +19,7 @@ from recorded import samples_by_data_rank
 from dstrain.checkpoint import load_tensors, tensor_names
 from dstrain.checkpoint.store import CheckpointStore
 from dstrain.data.samples import SampleStream
+from dstrain.parallel.group import Group
 from dstrain.parallel.world import World
 from dstrain.train.main import train
 
@@ -32,7 +33,7 @@ class Joined(World):
 
     def __init__(self, rank, size):
         super().__init__(rank, size, rank, size)
-        self.start_group = dist.new_group() if size > 1 else None
+        self.start_group = Group(tuple(range(size)), rank, dist.new_group())
 
     def end(self):
         pass

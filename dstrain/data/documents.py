@@ -1,8 +1,8 @@
 """Where `dstrain prepare` takes documents from: plain text, JSONL and Parquet files, and data sets of the Hub.
 
-Every source is a streaming `datasets` data set of rows {text, where, size}: the document's bytes, which nobody has decoded
-yet (one broken document must not end a day's work), its place for messages, and its part of the source's size. The state
-of such a data set is a small JSON object, so that reading can go on after any row.
+Every source is a streaming `datasets` data set of rows {text, where, size}: the document's bytes, which nobody has
+decoded yet (one broken document must not end a day's work), its place for messages, and its part of the source's size.
+The state of such a data set is a small JSON object, so that reading can go on after any row.
 """
 
 import codecs
@@ -46,8 +46,8 @@ def open_documents(config: PrepareConfig) -> Documents:
     formats = {_kind(file) for file in files} if config.format == "auto" else {config.format}
     if len(formats) > 1:
         raise InputError(
-            f"from={config.from_}: files of several formats ({', '.join(sorted(formats))}); choose some with pattern='*.…' "
-            "or say format=text|jsonl|parquet"
+            f"from={config.from_}: files of several formats ({', '.join(sorted(formats))}); choose some with "
+            "pattern='*.…' or say format=text|jsonl|parquet"
         )
     stats = [file.stat() for file in files]
     identity = [[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, stats)]
@@ -69,7 +69,7 @@ def _files(path: Path, config: PrepareConfig) -> list[Path]:
     try:
         files = [path / name for name in walk_files(path) if name.match(config.pattern)]
     except ValueError:
-        raise InputError(f"pattern={config.pattern!r} names no files; valid: a pattern such as '*' or '*.jsonl'") from None
+        raise InputError(f"pattern={config.pattern!r} names no files; valid: such as '*' or '*.jsonl'") from None
     if not files:
         raise InputError(f"from={config.from_}: no file matches pattern={config.pattern!r} (hidden ones do not count)")
     return files
@@ -84,9 +84,10 @@ def _stream(generator, pieces: list, **settings):
     """A streaming data set of what `generator(pieces, **settings)` yields, whose shards are the pieces."""
     import datasets
 
-    features = {"text": datasets.Value("large_binary"), "where": datasets.Value("string"), "size": datasets.Value("int64")}
+    kinds = {"text": "large_binary", "where": "string", "size": "int64"}
+    features = datasets.Features({column: datasets.Value(kind) for column, kind in kinds.items()})
     return datasets.IterableDataset.from_generator(
-        generator, features=datasets.Features(features), gen_kwargs={"pieces": pieces, **settings}
+        generator, features=features, gen_kwargs={"pieces": pieces, **settings}
     )
 
 
@@ -96,7 +97,8 @@ def _lines(name: str) -> Iterator[tuple[bytes, int]]:
 
     raw, codec, before = _open(name), COMPRESSED.get(Path(name).suffix), 0
     try:
-        file = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), codec) if codec else raw, 1 << 20)
+        plain = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), codec) if codec else raw
+        file = io.BufferedReader(plain, 1 << 20)
         for line in file:
             after = raw.tell()
             yield line, after - before
@@ -136,9 +138,10 @@ def _text(pieces: list[str], unit: str) -> Iterator[dict]:
                 held, size, begin = [], 0, number + 1
             else:
                 begin = number + 1
-        if held or unit == "file":
-            text = b"".join(held)
-            yield _row(text if unit == "file" else text.rstrip(b"\r\n"), name if unit == "file" else f"{name}:{begin}", size)
+        if unit == "file":
+            yield _row(b"".join(held), name, size)
+        elif held:
+            yield _row(b"".join(held).rstrip(b"\r\n"), f"{name}:{begin}", size)
 
 
 def _jsonl(pieces: list[str], column: str) -> Iterator[dict]:
@@ -190,8 +193,7 @@ def _row_groups(names: list[str], column: str) -> tuple[list[tuple[str, int]], i
         if column not in schema.names:
             raise InputError(f"{name}: no column={column}; there are {', '.join(schema.names)}")
         kind = schema.field(column).type
-        if not any(test(kind) for test in (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_binary,
-                                           pyarrow.types.is_large_binary, pyarrow.types.is_null)):
+        if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary(), pyarrow.null()):
             raise InputError(f"{name}: column={column} holds {kind}, text is needed")
         groups += [(name, group) for group in range(metadata.num_row_groups)]
         rows += metadata.num_rows

@@ -5,8 +5,8 @@ A document BOS x EOS becomes
     BOS  begin  x[:a]  hole  x[b:]  end  x[a:b]  EOS
 
 with 0 <= a < b <= |x|: every token is there once, and one each of the three marks. The cuts are between tokens. Which
-documents are rearranged, and where they are cut, is drawn from (seed, epoch, document). Their number is the same in every
-epoch, so all epochs are of one length, and a sample is found as without it.
+documents are rearranged, and where they are cut, is drawn from (seed, epoch, document). Their number is the same in
+every epoch, so all epochs are of one length, and a sample is found as without it.
 """
 
 from collections import OrderedDict

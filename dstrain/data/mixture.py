@@ -1,9 +1,9 @@
 """A mixture: several sources, each with its own order and epochs, sharing the samples by shares that may change.
 
-Sample n belongs to the source in whose interval of [0, 1) the number u(n) = n·φ mod 1 falls (φ the golden ratio, in 64-bit
-integers; the lengths of the intervals are the shares). The multiples of φ lie so evenly that any window of samples holds
-its shares up to a few samples, and how many of the first n numbers lie in an interval is known in closed form, so that
-nothing is remembered: a sample's number within its source is a function of n.
+Sample n belongs to the source in whose interval of [0, 1) the number u(n) = n·φ mod 1 falls (φ the golden ratio, in
+64-bit integers; the lengths of the intervals are the shares). The multiples of φ lie so evenly that any window of samples
+holds its shares up to a few samples, and how many of the first n numbers lie in an interval is known in closed form, so
+that nothing is remembered: a sample's number within its source is a function of n.
 """
 
 import math
@@ -63,8 +63,8 @@ def share_pieces(
     for schedule in schedules:
         begin = 0.0
         for piece in schedule.pieces:
-            steps = 1 if piece.shape == "constant" else STEPS
-            ends |= {math.ceil((begin + (piece.until - begin) * i / steps) / sequence_length) for i in range(1, steps + 1)}
+            steps, length = 1 if piece.shape == "constant" else STEPS, piece.until - begin
+            ends |= {math.ceil((begin + length * i / steps) / sequence_length) for i in range(1, steps + 1)}
             begin = piece.until
     starts = sorted(ends)
     pieces = []
@@ -157,7 +157,7 @@ class Mixture:
         return stream.sample(stream.visited(visit))
 
     def metrics(self, samples: int) -> dict:
-        """After so many samples: shares of the last WINDOW of them by source and by task, epochs read of each source."""
+        """After so many samples: shares of the last WINDOW, by source and by task, and epochs read of each source."""
         counts, first = self.turns.counts(samples), max(samples - WINDOW, 0)
         latest = [count - earlier for count, earlier in zip(counts, self.turns.counts(first))]
         shares = {source.label: count / max(samples - first, 1) for source, count in zip(self.sources, latest)}

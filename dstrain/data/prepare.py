@@ -79,7 +79,8 @@ def describe(out: str, counts: Counts) -> str:
     if counts.empty:
         lines.append(f"left out         {counts.empty:,} empty documents")
     if counts.not_utf8:
-        lines.append(f"left out         {counts.not_utf8:,} documents that are not UTF-8, the first: {counts.first_not_utf8}")
+        first = counts.first_not_utf8
+        lines.append(f"left out         {counts.not_utf8:,} documents that are not UTF-8, the first: {first}")
     return "\n".join(lines)
 
 
@@ -89,7 +90,7 @@ def _summary(out: str, path: Path, job: dict) -> Counts | None:
         known = json.loads(path.read_text())
         differing = changed(job, known.pop("job"))
         if differing:
-            raise InputError(f"out={out}: {path} is of another preparation ({differing}); choose another out, or delete it")
+            raise InputError(f"out={out}: {path} is of another preparation ({differing}); choose another, or delete it")
         return Counts(**known)
     if Path(out + ".idx").exists() and not Path(out + ".parts").exists():
         raise InputError(f"out={out}: {out}.idx exists and is none of this command's; choose another out")
@@ -125,8 +126,8 @@ def _encode(config: PrepareConfig, source: Documents, folder: ShardFolder, repor
                 _collect(running, made, meter)
         except BrokenProcessPool:
             raise RuntimeError(
-                "a worker process was ended from outside (out of memory?); the same command goes on, with fewer workers=… "
-                "it needs less memory"
+                "a worker process was ended from outside (out of memory?); the same command goes on, and needs less "
+                "memory with fewer workers=…"
             ) from None
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)  # running shards are finished, and count at the next start

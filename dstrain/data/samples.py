@@ -1,9 +1,9 @@
 """Samples addressed by a number alone: shuffled and endless for training, in order and once for evaluation.
 
 The training stream is made of epochs; an epoch holds every document once, in an order drawn from (seed, epoch), one
-after the other without padding (fim.py may rearrange some). Sample i is the L + 1 + D tokens from token i·L of the stream
-on (L the sequence length, D the MTP depth): its last 1 + D tokens overlap the next sample, so every depth has its whole
-window of targets.
+after the other without padding (fim.py may rearrange some). Sample i is the L + 1 + D tokens from token i·L of the
+stream on (L the sequence length, D the MTP depth): its last 1 + D tokens overlap the next sample, so every depth has its
+whole window of targets.
 Nothing is remembered between samples, hence a run resumes, on any number of readers, by knowing the next i.
 """
 
@@ -112,7 +112,9 @@ class _Order:
         return first
 
 
-def stacked(samples: Iterable[tuple[np.ndarray, np.ndarray]], count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stacked(
+    samples: Iterable[tuple[np.ndarray, np.ndarray]], count: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples side by side: tokens and document numbers, both int64 [count, width]."""
     tokens, documents = np.empty((2, count, width), np.int64)
     for row, sample in enumerate(samples):

@@ -1,7 +1,7 @@
 """Shards of a preparation: what a worker process makes of some documents, and the folder in which shards wait.
 
-A shard is a pair of token files and a `.json` that is written last, so a shard with a `.json` is complete. Shards are cut
-by the source's order alone: a later start, with any number of workers, cuts the same ones.
+A shard is a pair of token files and a `.json` that is written last, so a shard with a `.json` is complete. Shards are
+cut by the source's order alone: a later start, with any number of workers, cuts the same ones.
 """
 
 import fcntl
@@ -70,8 +70,8 @@ class ShardFolder:
             differing = changed(job, json.loads(about.read_text()))
             if differing:
                 raise InputError(
-                    f"{self.path} holds the shards of an interrupted preparation with another {differing}; delete the folder "
-                    "or choose another out"
+                    f"{self.path} holds the shards of an interrupted preparation with another {differing}; delete the "
+                    "folder or choose another out"
                 )
         else:
             write_json(about, job)

@@ -189,7 +189,9 @@ class Tokenizer:
         marks = next((marks for marks in FIM_MARKS if all(mark in self._vocabulary for mark in marks)), None)
         if marks is None:
             names = "; ".join(" ".join(marks) for marks in FIM_MARKS)
-            raise InputError(f"{self._where}: no tokens for fill-in-the-middle; one of these triples is needed: {names}")
+            raise InputError(
+                f"{self._where}: no tokens for fill-in-the-middle, one of these triples is needed: {names}"
+            )
         begin, hole, end = (self._vocabulary[mark] for mark in marks)
         return begin, hole, end
 

@@ -93,7 +93,7 @@ def test_every_document_is_chosen_as_often(dataset, tokenizer):
 
 
 def test_the_choice_does_not_follow_the_order_of_documents(tmp_path, tokenizer):
-    """Of 2000 documents half are rearranged; the first 1000 of the epoch's order hold 500 +- 5 standard deviations (11)."""
+    """Of 2000 documents half are rearranged: of the first 1000 in the epoch's order 500 +- 5 standard deviations (11)."""
     megatron_format.write(tmp_path / "a", [[[BOS, 9, 9, EOS]]] * 2000)
     epochs = FillInTheMiddle(IndexedDataset(tmp_path / "a"), 5, 0.5, tokenizer)
     for epoch in range(3):

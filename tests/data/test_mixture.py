@@ -75,7 +75,8 @@ def test_counts_are_those_of_the_turns_through_changes_of_shares():
 def test_turns_are_fixed_for_good():
     """Written down once: another version of this code must not reorder a run that is under way."""
     assert [Turns([(0, [25, 20, 20, 20, 15])], 1234).source(n) for n in range(24)] == TURNS
-    assert [Turns([(0, [1, 1])], 5).source(n) for n in range(12)] != [Turns([(0, [1, 1])], 6).source(n) for n in range(12)]
+    one, other = (Turns([(0, [1, 1])], seed) for seed in (5, 6))
+    assert [one.source(n) for n in range(12)] != [other.source(n) for n in range(12)]
 
 
 TURNS = [3, 1, 4, 2, 0, 3, 1, 0, 3, 1, 4, 2, 0, 3, 1, 0, 2, 0, 4, 2, 0, 3, 1, 4]
@@ -86,20 +87,23 @@ def source(task, share, *segments, **more):
 
 
 def test_a_share_changes_at_the_first_sample_that_begins_at_the_token_count():
-    """100 tokens a sample: 1000 tokens are sample 10; 1001 are within sample 10, so sample 11 is the first after; 50 % of
-    8000 tokens is sample 40."""
-    pieces = share_pieces([source("a", 3, (1000, 3.0), ("50%", 5.0)), source("b", 1, (1001, 1.0), (8000, 0.0))], 8000, 100)
+    """100 tokens a sample: 1000 tokens are sample 10; 1001 are within sample 10, so sample 11 is the first after; 50 %
+    of 8000 tokens is sample 40."""
+    sources = [source("a", 3, (1000, 3.0), ("50%", 5.0)), source("b", 1, (1001, 1.0), (8000, 0.0))]
+    pieces = share_pieces(sources, 8000, 100)
     assert pieces == [(0, [3, 1]), (10, [5, 1]), (11, [5, 0]), (40, [5, 0]), (80, [5, 0])]
 
 
 def test_a_slope_gives_the_samples_under_it():
-    """Linear from 0 to 1 beside a constant 1 over n samples: the integral of x / (1 + x), 1 - ln 2 of them; cosine too."""
+    """Linear from 0 to 1 beside a constant 1 over n samples: the integral of x / (1 + x) is 1 - ln 2 of them; cosine:
+    that of s / (1 + s) with s = (1 - cos pi x) / 2, 1 - 1 / sqrt 2."""
     n = 100_000
     for shape, part in (("linear", 1 - 0.69314718), ("cosine", 1 - 2**-0.5)):
         pieces = share_pieces([source("a", 0, (1e6, 1.0, shape)), source("b", 1)], 1e7, 10)
         assert len(pieces) == STEPS + 1 and pieces[-1] == (n, [1.0, 1])
         assert abs(Turns(pieces, 3).counts(n)[0] - part * n) < 0.001 * n
-    assert len(share_pieces([source("a", 0, (30, 1.0, "linear")), source("b", 1)], 1e7, 10)) == 4  # three samples, three steps
+    short = share_pieces([source("a", 0, (30, 1.0, "linear")), source("b", 1)], 1e7, 10)
+    assert [first for first, _ in short] == [0, 1, 2, 3]
 
 
 def write_sources(folder, names=("a", "b", "c"), documents=(7, 30, 12)):
@@ -146,7 +150,7 @@ def test_a_mixture_goes_on_from_any_sample(tmp_path, stop):
 
 
 def test_a_source_that_runs_empty_begins_its_next_epoch(tmp_path):
-    """Source a has 7 documents, 58 tokens: 200 samples of 8 are many epochs, each token equally often, up to one epoch."""
+    """Over many epochs every token comes equally often, up to the epoch that is under way."""
     datasets = write_sources(tmp_path)
     mixed = Mixture([source("a", 1)], [SampleStream(datasets[0], 9, 8, 1)], Turns([(0, [1])], 9))
     size = datasets[0].num_tokens
@@ -164,7 +168,8 @@ def test_metrics_are_counted_by_source_and_task(tmp_path):
     counts = [[mixed.place(n)[0] for n in range(50)].count(k) for k in range(3)]
     found = mixed.metrics(50)
     assert found["data_shares"] == {name: pytest.approx(c / 50) for name, c in zip("abc", counts)}
-    assert found["data_task_shares"] == {"text": pytest.approx((counts[0] + counts[2]) / 50), "code": pytest.approx(counts[1] / 50)}
+    tasks = {"text": (counts[0] + counts[2]) / 50, "code": counts[1] / 50}
+    assert found["data_task_shares"] == pytest.approx(tasks)
     assert found["data_epochs"] == {
         name: pytest.approx(c * 8 / data.num_tokens) for name, c, data in zip("abc", counts, datasets)
     }
@@ -215,7 +220,8 @@ def test_a_source_has_its_own_rate_of_fill_in_the_middle(tmp_path, tokenizer):
         tmp_path, f"data.sources={names}", "data.text=null", f"data.tokenizer={tokenizer}", "data.fim_rate=1.0",
     ))  # fmt: skip
     sizes = [stream.epochs.num_tokens for stream in mixed.streams]
-    assert sizes == [IndexedDataset(tmp_path / name).num_tokens + 3 * n for name, n in (("math", 25), ("code", 10), ("fact", 0))]
+    rearranged = {"math": 25, "code": 10, "fact": 0}
+    assert sizes == [IndexedDataset(tmp_path / name).num_tokens + 3 * n for name, n in rearranged.items()]
 
 
 def test_the_example_is_a_complete_configuration():
@@ -262,9 +268,11 @@ def test_more_bad_input(tmp_path, tokenizer):
     assert "none.bin: 0 tokens found, one sample needs" in fails(both("none"))
     assert "missing.idx: no such file" in fails(both("missing"))
     assert "big.bin: token id 270 at token 99" in fails(both("big"))
-    assert "data.sources needs data.tokenizer" in fails(both("math").replace("task: math", "task: m", 1), "data.tokenizer=null")
-    assert "exclude" in fails(both("math").replace("task: math", "task: m", 1), "data.train=x")
-    ends = f"data.sources=[{{task: a, share: 1, train: {tmp_path / 'math'}, schedule: [{{until: 1600, value: 1}},{{until: 3200, value: 0}}]}}]"
+    one = f"data.sources={sources_of(tmp_path, ('math', 1))}"
+    assert "data.sources needs data.tokenizer" in fails(one, "data.tokenizer=null")
+    assert "data.sources excludes data.text and data.train" in fails(one, "data.train=x")
+    ends = ", schedule: [{until: 1600, value: 1},{until: 3200, value: 0}]"
+    ends = f"data.sources={sources_of(tmp_path, ('math', 1), math=ends)}"
     assert "all shares are 0 from sample 100 on" in fails(ends)
     with pytest.raises(InputError, match="data.fim_rate=2.0: must be at least 0 and at most 1"):
         make_config(tmp_path, "data.fim_rate=2")

@@ -111,8 +111,8 @@ def make_source(kind, folder):
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "text"])
 def test_every_source_gives_its_documents_to_an_independent_reader(tmp_path, tokenizer, here, capsys, kind):
-    """D05: exact ids, one begin and one end, no mark for a text that spells one. Two documents a shard, so that files are
-    joined; the summary's numbers are counted here."""
+    """D05: exact ids, one begin and one end, no mark for a text that spells one. Few documents a shard, so that files
+    are joined; the summary's numbers are counted here."""
     out = tmp_path / "tokens" / "t"
     assert prepare(config(make_source(kind, tmp_path / "in"), out, tokenizer, "shard_size=2B")) == 0
     documents, code = megatron_format.read(out)
@@ -151,7 +151,7 @@ def test_a_hub_name_without_network_is_one_line(tmp_path, tokenizer, monkeypatch
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="from=some/corpus: no such file or folder here, and the Hub cannot be reached"):
+    with pytest.raises(InputError, match="from=some/corpus: no such file or .* here, and the Hub cannot be reached"):
         prepare(config("some/corpus", "o", tokenizer))
     assert not list(tmp_path.iterdir())
 
@@ -189,7 +189,8 @@ def broken_source(kind, tmp_path):
         return tmp_path / "a.jsonl", 2, "a.jsonl:4: not UTF-8: byte 0xed at offset 3"
     if kind == "parquet":
         texts = [text.encode("utf-8", "surrogateescape") if text is not None else None for text in BROKEN]
-        return write_parquet(tmp_path / "a.parquet", texts, kind=pyarrow.binary()), 1, "row 2 of row group 1: not UTF-8: byte 0x80"
+        path = write_parquet(tmp_path / "a.parquet", texts, kind=pyarrow.binary())
+        return path, 1, "a.parquet, row 2 of row group 1: not UTF-8: byte 0x80"
     for i, text in enumerate(BROKEN):
         (tmp_path / f"{i}.txt").write_bytes((text or "").encode("utf-8", "surrogateescape"))
     return tmp_path, 1, "3.txt: not UTF-8: byte 0x80 at offset 3"
@@ -206,8 +207,8 @@ def test_empty_documents_and_broken_utf8_are_left_out_counted_and_named(tmp_path
 
 
 def test_shards_of_an_interrupted_start_are_kept_and_the_rest_is_made(tmp_path, tokenizer, here, monkeypatch):
-    """20 documents, one a shard; shard 7 fails after 0-6, then 9 and 10 are there too (of other workers): the second start
-    makes 7, 8 and 11-19 only, and the files equal those of one start."""
+    """20 documents, one a shard; shard 7 fails after 0-6, then 9 and 10 are there too (of other workers): the second
+    start makes 7, 8 and 11-19 only, and the files equal those of one start."""
     texts = [f"text {i} " * (i + 1) for i in range(20)]
     whole = config(write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "whole", tokenizer, "shard_size=1B")
     prepare(whole)
@@ -227,7 +228,8 @@ def test_shards_of_an_interrupted_start_are_kept_and_the_rest_is_made(tmp_path, 
     with pytest.raises(InputError, match="again.parts holds .* another column, shard_size"):
         prepare(config(tmp_path / "a.jsonl", tmp_path / "again", tokenizer, "column=id"))
     parts = tmp_path / "again.parts"
-    for number, (shard_texts, places, cut) in enumerate(module._cut(again, module.open_documents(again), shards.Cut(0, 0, {}))):
+    cuts = module._cut(again, module.open_documents(again), shards.Cut(0, 0, {}))
+    for number, (shard_texts, places, cut) in enumerate(cuts):
         if number in (9, 10):
             real(parts / f"shard-{number:06}", shard_texts, places, cut)
     HereExecutor.submitted = []
@@ -264,8 +266,8 @@ def test_processes_killed_in_the_middle_lose_their_shards_alone(tmp_path, tokeni
     command finishes with the shards it found, and the result is that of one process."""
     texts = [f"word{i} " * 4000 for i in range(60)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    command = [sys.executable, "-m", "dstrain", "prepare", f"from={source}", f"tokenizer={tokenizer}", "shard_size=30KB"]
-    command += [f"out={tmp_path / 't'}", "workers=2"]
+    command = [sys.executable, "-m", "dstrain", "prepare", f"from={source}", f"tokenizer={tokenizer}"]
+    command += [f"out={tmp_path / 't'}", "workers=2", "shard_size=30KB"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     first = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     parts, deadline = tmp_path / "t.parts", time.monotonic() + 120
@@ -280,15 +282,14 @@ def test_processes_killed_in_the_middle_lose_their_shards_alone(tmp_path, tokeni
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     kept = len(list(parts.glob("shard-*.json")))
     assert 3 <= kept < 60
-    made = {path.name: path.stat().st_mtime_ns for path in parts.glob("shard-*.bin") if path.with_suffix(".json").exists()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "finished shards found, going on after document" in done.stderr and "tokens/s" in done.stderr
-    assert made and megatron_format.read(tmp_path / "t")[0] == expected(texts, tokenizer)
+    assert megatron_format.read(tmp_path / "t")[0] == expected(texts, tokenizer)
 
 
 def test_progress_says_share_speed_and_time_left(monkeypatch):
-    """At 100 s: 30 of 120 done, 10 of them by an earlier start, so 20 in 100 s and 450 s to go; 2 MB and 1000 tokens."""
+    """At 100 s: 30 of 120 done, 10 of them by an earlier start, so 20 in 100 s and 450 s to go; 1000 tokens."""
     from rich.console import Console
 
     clock = [0.0]

@@ -21,6 +21,7 @@ from dstrain.config.errors import InputError
 from dstrain.data import prepare as module
 from dstrain.data import shards
 from dstrain.data.documents import _hub, row_of
+from dstrain.data.indexed import IndexedDataset
 from dstrain.data.prepare import prepare
 from dstrain.data.tokenizer import BOS, EOS, Tokenizer
 
@@ -117,7 +118,7 @@ def test_every_source_gives_its_documents_to_an_independent_reader(tmp_path, tok
     assert prepare(config(make_source(kind, tmp_path / "in"), out, tokenizer, "shard_size=2B")) == 0
     documents, code = megatron_format.read(out)
     right = expected(TEXTS, tokenizer)
-    assert documents == right and code == 4
+    assert documents == right and code == 4 and IndexedDataset(out).num_tokens == sum(map(len, right))
     known = json.loads((tmp_path / "tokens/t.json").read_text())
     tokens, size = sum(map(len, right)), sum(len(text.encode()) for text in TEXTS)
     assert [known[key] for key in ("documents", "tokens", "bytes", "longest", "empty", "not_utf8")] == [
@@ -243,14 +244,16 @@ def test_shards_of_an_interrupted_start_are_kept_and_the_rest_is_made(tmp_path, 
     assert not HereExecutor.submitted  # it is there already
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text", "hub"])
 def test_reading_goes_on_after_any_document(tmp_path, tokenizer, kind):
     """The state goes through JSON, as it does in a shard's file; the right rows are those of an unbroken reading."""
-    settings = config(make_source(kind, tmp_path / "in"), "o", tokenizer, "shard_size=1B")
-    cuts = list(module._cut(settings, module.open_documents(settings), shards.Cut(0, 0, {})))
+    source = make_source("parquet" if kind == "hub" else kind, tmp_path / "in")
+    settings = config(source, "o", tokenizer, "shard_size=1B")
+    opened = _hub if kind == "hub" else module.open_documents
+    cuts = list(module._cut(settings, opened(settings), shards.Cut(0, 0, {})))
     assert [text for texts, _, _ in cuts for text in texts] == [text.encode() for text in TEXTS]
     for k, (_, _, cut) in enumerate(cuts):
-        rest = module._cut(settings, module.open_documents(settings), shards.Cut(**json.loads(json.dumps(vars(cut)))))
+        rest = module._cut(settings, opened(settings), shards.Cut(**json.loads(json.dumps(vars(cut)))))
         assert [(texts, places, vars(c)["rows"]) for texts, places, c in rest] == [
             (texts, places, c.rows) for texts, places, c in cuts[k + 1 :]
         ]

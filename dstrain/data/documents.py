@@ -49,10 +49,10 @@ def open_documents(config: PrepareConfig) -> Documents:
             f"from={config.from_}: files of several formats ({', '.join(sorted(formats))}); choose some with "
             "pattern='*.…' or say format=text|jsonl|parquet"
         )
-    stats = [file.stat() for file in files]
-    identity = [[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, stats)]
-    size, names = sum(stat.st_size for stat in stats), [str(file) for file in files]
     kind = formats.pop()
+    stats = [file.stat() for file in files]
+    identity = [kind, *([str(file), stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, stats))]
+    size, names = sum(stat.st_size for stat in stats), [str(file) for file in files]
     if kind == "parquet":
         groups, rows = _row_groups(names, config.column)
         return Documents(_stream(_parquet, groups, column=config.column), rows, identity)

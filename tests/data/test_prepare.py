@@ -355,6 +355,8 @@ def test_bad_input_is_one_line_with_what_is_valid_and_leaves_nothing(tmp_path, t
 
 def test_files_of_another_preparation_are_not_overwritten(tmp_path, tokenizer, here):
     prepare(config(write_jsonl(tmp_path / "a.jsonl", ["a"]), tmp_path / "t", tokenizer))
+    with pytest.raises(InputError, match=r"t.json is of another preparation \(source\)"):
+        prepare(config(tmp_path / "a.jsonl", tmp_path / "t", tokenizer, "format=text"))
     write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
     with pytest.raises(InputError, match=r"t.json is of another preparation \(source\)"):
         prepare(config(tmp_path / "a.jsonl", tmp_path / "t", tokenizer))

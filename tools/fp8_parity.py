@@ -92,7 +92,7 @@ def take_a_mantissa_bit() -> None:
         normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21 << 21).view(torch.float32)  # to nearest even
         subnormal = (quotient * 256).round() / 256  # below 2^-6: steps of 2^-8 instead of 2^-9
         rounded = torch.where(quotient.abs() < 2.0**-6, subnormal, normal)
-        return fp8_scales.to_e4m3(torch.where(scale == scale, rounded, torch.nan), torch.ones_like(scale))
+        return torch.where(scale == scale, rounded, torch.nan).to(fp8_scales.FP8)
 
     fp8_tiles.to_e4m3 = fp8_blocks.to_e4m3 = to_e4m2
 

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from dstrain.precision.fp8_scales import E5M6_MAX, TILE, scale_of
-from dstrain.precision.fp8_tiles import join_rows, quantize_columns, split_rows
+from dstrain.precision.fp8_tiles import column_amax, join_rows, quantize_columns, split_rows, tile_bounds
 from dstrain.precision.pointwise import kernel
 
 PACKED = TILE // 2 * 3  # bytes of a tile
-_SMALLEST_NORMAL = 2.0**-14
 _REBIAS = (127 - 15) << 6  # FP32's exponent against E5M6's, in units of the code
 
 
@@ -54,20 +53,37 @@ def e5m6_to_columns(
     A tile's largest value becomes its neighbours' scale, so a value that falls below E5M6's normal range is rounded to a
     multiple of its smallest subnormal; every other one is exact. -> E4M3 [cols, rows], FP32 scale [cols, ⌈rows/128⌉].
     """
-    values = dequantize_e5m6(packed, scale, cols, torch.float32).t().contiguous()  # [cols, rows]
-    moved = dequantize_e5m6(*quantize_e5m6(values), values.shape[-1], torch.float32)
-    return quantize_columns(moved.t(), None, power_of_two)
+    return quantize_columns(e5m6_in_columns(packed, scale, cols), None, power_of_two)
+
+
+def e5m6_in_columns(packed: torch.Tensor, scale: torch.Tensor, cols: int) -> torch.Tensor:
+    """-> FP32 [rows, cols], the values moved from 1x128 to 128x1 tiles of E5M6."""
+    values = dequantize_e5m6(packed, scale, cols, torch.float32)
+    return _moved(values, *tile_bounds(len(values), None, values.device))[0] if len(values) else values
+
+
+@kernel
+def _moved(values, first, end, tile_of_row):
+    scale = scale_of(column_amax(values, first, end), True, E5M6_MAX)
+    of_row = scale[tile_of_row]
+    return rounded(values / of_row) * of_row, scale  # returned, so that it is computed once
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
     """FP32, magnitudes up to 65024 or NaN -> codes int32 [0, 4096), rounded to nearest even; a NaN's code is 0."""
+    bits = rounded(values).view(torch.int32)
+    normal = ((bits & 0x7FFFFFFF) >> 17) - _REBIAS
+    subnormal = (values.abs() * 2.0**20).round().to(torch.int32)
+    code = torch.where(values.abs() < 2.0**-14, subnormal, normal)  # 2^-14 itself is both: 64
+    return torch.where(values == values, code | ((bits >> 20) & 0x800), 0)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """FP32, magnitudes up to 65024 or NaN -> the nearest E5M6 number, ties to the even code, in FP32."""
     bits = values.view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0xFFFF + ((magnitude >> 17) & 1)) >> 17) - _REBIAS
-    # The subnormal step is 2^-20, which is the last bit of numbers in [8, 16): adding 8 rounds to it.
-    subnormal = (values.abs() + 8.0).view(torch.int32) - 0x41000000
-    code = torch.where(values.abs() < _SMALLEST_NORMAL, subnormal, normal) | ((bits >> 20) & 0x800)
-    return torch.where(values == values, code, 0)
+    normal = ((bits + 0xFFFF + ((bits >> 17) & 1)) >> 17 << 17).view(torch.float32)
+    subnormal = (values * 2.0**20).round() * 2.0**-20  # the step below 2^-14
+    return torch.where(values.abs() < 2.0**-14, subnormal, torch.where(values == values, normal, values))
 
 
 def decode(codes: torch.Tensor) -> torch.Tensor:

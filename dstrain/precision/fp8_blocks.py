@@ -51,12 +51,26 @@ def _block_values(blocks, scale_inv, dtype):
     return (blocks.float() * scale_inv).to(dtype)
 
 
+def rounded_blocks(weight: torch.Tensor, power_of_two: bool, dtype: torch.dtype) -> torch.Tensor:
+    """`dequantize_blocks` of `quantize_blocks`, in one pass."""
+    return _weight(_block_rounded(_blocks(weight), power_of_two, dtype)[0], weight.shape)
+
+
+@kernel
+def _block_rounded(blocks, power_of_two, dtype):
+    wide = blocks.float()
+    scale = scale_of(wide.abs().amax(dim=(2, 4), keepdim=True), power_of_two)
+    return (to_e4m3(wide, scale).float() * scale).to(dtype), scale  # returned, so that it is computed once
+
+
 def _blocks(weight: torch.Tensor) -> torch.Tensor:
     """[..., rows, columns] -> [n, row blocks, 128, column blocks, 128], ragged blocks filled up with zeros."""
     (rows, columns), (down, across) = weight.shape[-2:], scale_shape(weight.shape)[-2:]
     if rows % BLOCK or columns % BLOCK:
-        whole = weight.new_zeros(*weight.shape[:-2], down * BLOCK, across * BLOCK)
+        whole = weight.new_empty(*weight.shape[:-2], down * BLOCK, across * BLOCK)
         whole[..., :rows, :columns] = weight
+        whole[..., rows:, :] = 0
+        whole[..., :rows, columns:] = 0
         weight = whole
     return weight.reshape(-1, down, BLOCK, across, BLOCK)
 

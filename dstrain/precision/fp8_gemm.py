@@ -25,7 +25,7 @@ class Scaled(NamedTuple):
     """An operand: E4M3 codes and FP32 scales, each code's value is code · its tile's scale."""
 
     codes: torch.Tensor
-    scale: torch.Tensor | None  # None: a backend's own kept weight, whose values are in `codes`
+    scale: torch.Tensor | None  # None: a backend's own form, with the values themselves in `codes`
 
 
 class GemmBackend:
@@ -72,13 +72,17 @@ class GemmBackend:
         """x [rows, cols] -> 1x128 tiles; see `fp8_tiles.quantize_rows`."""
         return Scaled(*fp8_tiles.quantize_rows(x, self.power_of_two))
 
+    def quantize_operand(self, x: torch.Tensor) -> Scaled:
+        """`quantize_rows` for a product alone: nobody keeps or requantises it, so a backend may give its own form."""
+        return self.quantize_rows(x)
+
     def quantize_columns(self, x: torch.Tensor, offsets: torch.Tensor | None) -> Scaled:
         """x [rows, cols] -> 128x1 tiles, transposed; see `fp8_tiles.quantize_columns`."""
         return Scaled(*fp8_tiles.quantize_columns(x, offsets, self.power_of_two))
 
     def quantize_both(self, x: torch.Tensor, offsets: torch.Tensor | None) -> tuple[Scaled, Scaled]:
-        """What Dgrad and Wgrad take of dy: `quantize_rows` and `quantize_columns`, which one pass can give."""
-        return self.quantize_rows(x), self.quantize_columns(x, offsets)
+        """What Dgrad and Wgrad take of dy: `quantize_operand` and `quantize_columns`, which one pass can give."""
+        return self.quantize_operand(x), self.quantize_columns(x, offsets)
 
     def requantize_columns(self, x: Scaled, offsets: torch.Tensor | None) -> Scaled:
         """Kept 1x128 activations as Wgrad takes them; see `fp8_tiles.requantize_columns`."""

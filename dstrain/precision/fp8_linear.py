@@ -67,15 +67,14 @@ def fp8_linear(
     again: computes x [rows, in] once more in backward; e5m6: x is kept so.
     """
     x_2d = x.detach().reshape(-1, x.shape[-1])
-    tiles = backend.quantize_rows(x_2d)
     kept: Kept | None = None
-    if torch.is_grad_enabled():
-        if again is not None:
-            kept = ComputedAgain(again)
-        elif e5m6:
-            kept = KeptE5M6(*backend.quantize_e5m6(x_2d), x.shape[-1])
-        else:
-            kept = KeptTiles(tiles)
+    if torch.is_grad_enabled() and again is None and not e5m6:
+        tiles = backend.quantize_rows(x_2d)
+        kept = KeptTiles(tiles)
+    else:
+        tiles = backend.quantize_operand(x_2d)
+        if torch.is_grad_enabled():
+            kept = ComputedAgain(again) if again is not None else KeptE5M6(*backend.quantize_e5m6(x_2d), x.shape[-1])
     return _Fp8Linear.apply(x, tiles, kept, backend, offsets, *weights)
 
 

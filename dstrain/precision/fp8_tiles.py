@@ -46,14 +46,29 @@ def _tile_values(codes, scale, dtype):
     return (codes.float() * scale).to(dtype)
 
 
+def rounded_rows(x: torch.Tensor, power_of_two: bool, dtype: torch.dtype) -> torch.Tensor:
+    """`dequantize_rows` of `quantize_rows`, in one pass."""
+    return join_rows(_tile_rounded(split_rows(x, TILE), power_of_two, dtype)[0], *x.shape)
+
+
+@kernel
+def _tile_rounded(tiles, power_of_two, dtype):
+    """-> values, scale: a result that is returned is computed once, not again for every element that uses it."""
+    _require_width(tiles, TILE)
+    wide = tiles.float()
+    scale = scale_of(wide.abs().amax(-1, keepdim=True), power_of_two)
+    return (to_e4m3(wide, scale).float() * scale).to(dtype), scale
+
+
 def split_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     """[rows, cols] -> [rows · ⌈cols/width⌉, width], ragged tiles filled up with zeros: a view where there are none.
 
     Kernels work on tiles because torch.compile then makes one program for every number of columns.
     """
     if x.shape[1] % width:
-        whole = x.new_zeros(len(x), -(-x.shape[1] // width) * width)
+        whole = x.new_empty(len(x), -(-x.shape[1] // width) * width)
         whole[:, : x.shape[1]] = x
+        whole[:, x.shape[1] :] = 0
         x = whole
     return x.reshape(-1, width)
 
@@ -90,16 +105,33 @@ def column_codes(
 
 @kernel
 def _column_codes(x, first, end, tile_of_row, power_of_two):
-    row = first.unsqueeze(-1) + torch.arange(TILE, device=x.device)  # [tiles, 128]
-    inside = row < end.unsqueeze(-1)
-    tiles = torch.where(inside.unsqueeze(-1), x[torch.where(inside, row, 0)].float().abs(), 0.0)
-    scale = scale_of(tiles.amax(1), power_of_two)
+    scale = scale_of(column_amax(x, first, end), power_of_two)
     return to_e4m3(x.float(), scale[tile_of_row]), scale
 
 
+def rounded_columns(
+    x: torch.Tensor, bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor], power_of_two: bool
+) -> torch.Tensor:
+    """`dequantize_columns` of `quantize_columns` in FP32 and in the layout of x, in one pass; `bounds`: `tile_bounds`."""
+    return _column_rounded(x, *bounds, power_of_two)[0] if len(x) else x.float()
+
+
 @kernel
-def column_values(codes, scale, tile_of_row, dtype):
-    """codes [rows, cols], scale [tiles, cols] -> [rows, cols] in `dtype`."""
+def _column_rounded(x, first, end, tile_of_row, power_of_two):
+    scale = scale_of(column_amax(x, first, end), power_of_two)
+    of_row = scale[tile_of_row]
+    return to_e4m3(x.float(), of_row).float() * of_row, scale  # both returned: see _tile_rounded
+
+
+def column_amax(x: torch.Tensor, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """x [rows, cols], the bounds of the tiles [tiles] -> FP32 [tiles, cols]."""
+    row = first.unsqueeze(-1) + torch.arange(TILE, device=x.device)  # [tiles, 128]
+    inside = row < end.unsqueeze(-1)
+    return torch.where(inside.unsqueeze(-1), x[torch.where(inside, row, 0)].float().abs(), 0.0).amax(1)
+
+
+@kernel
+def _column_values(codes, scale, tile_of_row, dtype):
     return (codes.float() * scale[tile_of_row]).to(dtype)
 
 
@@ -108,7 +140,7 @@ def dequantize_columns(
 ) -> torch.Tensor:
     """codes [cols, rows], scale [cols, tiles] -> [cols, rows] in `dtype`; an FP32 product, rounded once."""
     _, _, tile_of_row = tile_bounds(codes.shape[1], offsets, codes.device)
-    return column_values(codes.t(), scale.t(), tile_of_row, dtype).t()
+    return _column_values(codes.t(), scale.t(), tile_of_row, dtype).t()
 
 
 def requantize_columns(

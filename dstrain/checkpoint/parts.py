@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from dstrain.checkpoint.files import TENSORS, Sums, sync, write_file
+from dstrain.checkpoint.files import TENSORS, Sums, write_file
 
 PARTS = "parts"
 POLL = 0.02, 1.0  # seconds between two looks: the first, and the longest
@@ -82,8 +82,10 @@ def _looks(timeout: float):
 
 
 def _write(folder: Path, rank: int, content: dict) -> None:
-    """Whole or not at all: by a rename."""
+    """Whole or not at all: by a rename. Nothing may follow it: the first rank may delete the folder at once.
+
+    So the folder is not synced: a message is for processes that live, a crash ends the whole save.
+    """
     new = folder / PARTS / f".{rank}"
     write_file(new, json.dumps(content).encode())
     os.rename(new, folder / PARTS / f"{rank}.json")
-    sync(folder / PARTS)

@@ -172,3 +172,17 @@ def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path, vi
     into = {"flat": torch.zeros(7, dtype=torch.float64)}
     load_tensors(path, into, prefixes=["flat"])
     assert torch.equal(into["flat"], FLAT)
+
+
+def test_a_part_counts_as_written_even_if_the_first_rank_clears_up_at_once(tmp_path, monkeypatch):
+    """The moment a part has its name, the first rank may have heard from all and delete what they wrote to it."""
+    folder, rename, heard = tmp_path / "save", os.rename, []
+    parts.make(folder, ranks=2)
+
+    def rename_and_collect(source, target):
+        rename(source, target)
+        heard.append(parts.collect(folder, [1], timeout=1.0))
+
+    monkeypatch.setattr(os, "rename", rename_and_collect)
+    parts.report(folder, 1, {"tensors/a": "sum"})
+    assert heard == [{"tensors/a": "sum"}] and not (folder / parts.PARTS).exists()

@@ -27,6 +27,7 @@ class World:
     def __init__(self, rank: int, size: int, local_rank: int, local_size: int):
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
         self.start_group = Group((rank,), rank)
+        self.store: dist.Store | None = None  # keys and values that all ranks see
 
     @classmethod
     def start(cls, timeout: float = 600.0) -> "World":
@@ -35,18 +36,23 @@ class World:
         Every group works on CPU tensors (gloo), and on CUDA tensors (NCCL) where this process has a GPU. Raises
         InputError for an environment that no launcher makes, CommunicationError where the ranks do not meet.
         """
+        on_node = "LOCAL_SIZE" if os.environ.get("LOCAL_SIZE") else "LOCAL_WORLD_SIZE"  # the former: deepspeed
         rank, size, local_rank, local_size = (_number(key, default) for key, default in (
-            ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)
+            ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), (on_node, 1)
         ))
         if size < 1:
             raise InputError(f"WORLD_SIZE={size}: must be at least 1; start the ranks with torchrun")
         world = cls(rank, size, local_rank, local_size)
         if size > 1:
-            for key in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            for key in ("RANK", "LOCAL_RANK", on_node, "MASTER_ADDR", "MASTER_PORT"):
                 if not os.environ.get(key):
                     raise InputError(f"WORLD_SIZE={size}, but {key} is not set; start the ranks with torchrun")
             if not 0 <= rank < size:
                 raise InputError(f"RANK={rank}: must be from 0 to WORLD_SIZE - 1 = {size - 1}")
+            # CUDA reads it when it starts: one queue from host to GPU for each stream that is busy at once. A DualPipe
+            # rank computes while its pipeline channels, expert dispatch and gradient reduction run on streams of their
+            # own; in a shared queue (there are 8 by default) the work of one stream waits behind another's.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
             backend = "gloo"
             if torch.cuda.is_available():
                 torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -54,8 +60,11 @@ class World:
             port = _number("MASTER_PORT", 0)
             if not 0 < port < 2**16:
                 raise InputError(f"MASTER_PORT={port}: must be from 1 to {2**16 - 1}; torchrun sets it")
+            limit = timedelta(seconds=timeout)
             try:
-                dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+                world.store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=limit))
+                groups = dist.PrefixStore("groups", world.store)
+                dist.init_process_group(backend, store=groups, rank=rank, world_size=size, timeout=limit)
                 handle = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT))
             except (RuntimeError, ValueError) as error:
                 where = f"{os.environ['MASTER_ADDR']}:{port}"

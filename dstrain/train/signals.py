@@ -1,7 +1,8 @@
-"""SIGTERM, Ctrl-C and a closed terminal finish the step that runs; a second signal, later, stops at once.
+"""SIGTERM, SIGUSR1, Ctrl-C and a closed terminal finish the step that runs; a second signal, later, stops at once.
 
 A signal to any rank stops all of them after the same step. Where a whole job is signalled, as by Slurm or a container's
-end, each rank gets it twice: itself, and passed on by torchrun. Within ECHO seconds that is one signal.
+end, each rank gets it twice: itself, and passed on by torchrun. Within ECHO seconds that is one signal. SIGUSR1 is what
+Slurm can send ahead of a job's time limit.
 """
 
 import os
@@ -13,7 +14,7 @@ import torch
 from dstrain.parallel.group import Group
 
 ECHO = 2.0
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:

@@ -6,6 +6,7 @@ the command does not handle it. Nothing heavy is imported before it is needed, s
 
 import dataclasses
 import errno
+import faulthandler
 import inspect
 import json
 import os
@@ -21,6 +22,7 @@ from dstrain.config.errors import InputError, StoppedElsewhere, nearest
 def _train(overrides: list[str]) -> int:
     from dstrain.config.compose import compose
 
+    faulthandler.enable(2)  # native crashes leave the stacks of Python too
     size, rank = (os.environ.get(key) or None for key in ("WORLD_SIZE", "RANK"))
     if size is None and rank not in (None, "0"):  # the others would each train alone
         raise InputError(f"RANK={rank}, but WORLD_SIZE is not set; start the ranks with torchrun")
@@ -29,15 +31,30 @@ def _train(overrides: list[str]) -> int:
         from dstrain.train.main import train
 
         return train(*composed)
+    from dstrain.train.main import train
+
+    return _over_ranks(train, overrides)
+
+
+def _doctor(overrides: list[str]) -> int:
+    from dstrain.train.doctor import doctor
+
+    return _over_ranks(doctor, overrides)
+
+
+def _over_ranks(function: Callable[..., int], overrides: list[str]) -> int:
+    """function(the configuration, which the first rank composes for all, and the ranks)."""
+    from dstrain.config.compose import compose
     from dstrain.parallel.group import CommunicationError
     from dstrain.parallel.world import World
-    from dstrain.train.main import train
+    from dstrain.train.preflight import agree, versions
 
     try:
         world = World.start()
-        return train(*world.first(lambda: compose("train", overrides, _adopt)), world)
+        agree(world, {"the command line": tuple(overrides), **versions()})
+        return function(*world.first(lambda: compose("train", overrides, _adopt)), world)
     except CommunicationError as failure:
-        print(f"dstrain: rank {rank} on {platform.node()}: {failure}", file=sys.stderr)
+        print(f"dstrain: rank {os.environ.get('RANK')} on {platform.node()}: {failure}", file=sys.stderr)
         return 1
 
 
@@ -99,10 +116,12 @@ class Command:
     summary: str
     example: str
     run: Callable[[list[str]], int]
+    keys: str = ""  # the command whose keys it takes; its own where there is none
 
 
 COMMANDS = {
     "train": Command("pretrain a model, or continue the run of that name", "model=tiny run.steps=10", _train),
+    "doctor": Command("check machine, ranks and links for a run, without a step", "model=tiny", _doctor, keys="train"),
     "generate": Command("write text with a trained model", "checkpoint=runs/tiny prompt='def '", _generate),
     "export": Command("write a checkpoint as a Hugging Face folder", "checkpoint=runs/tiny out=tiny-hf", _export),
     "import": Command("make a checkpoint of a Hugging Face folder", "from=DeepSeek-V2-Lite out=v2-lite", _import),
@@ -175,9 +194,10 @@ def command_help(name: str, overrides: list[str]) -> str:
     command = COMMANDS[name]
     lines = [f"dstrain {name}: {command.summary}", "", f"usage: dstrain {name} [key=value …]",
              f"example: dstrain {name} {command.example}"]
-    schema = compose.COMMANDS[name]
-    plain = compose.values(name, overrides)
-    default = compose.default_choices(name)
+    keys = command.keys or name
+    schema = compose.COMMANDS[keys]
+    plain = compose.values(keys, overrides)
+    default = compose.default_choices(keys)
     if default:
         lines += ["", "groups, one file of configs/ each:"]
         for group, choices in compose.groups().items():

@@ -22,4 +22,4 @@ if [ -n "${HOSTFILE:-}" ]; then
 fi
 
 exec "$python" -m deepspeed.launcher.runner "${where[@]}" --master_port "${MASTER_PORT:-29500}" \
-    --no_local_rank --module dstrain train "$@"
+    --no_local_rank --module dstrain "${DSTRAIN_COMMAND:-train}" "$@"

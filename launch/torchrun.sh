@@ -22,4 +22,4 @@ exec "$python" -m torch.distributed.run \
     --nnodes="$nnodes" --nproc-per-node="${NPROC:-$ranks_here}" --max-restarts="${MAX_RESTARTS:-0}" \
     --rdzv-backend=c10d --rdzv-endpoint="${MASTER_ADDR:-localhost}:${MASTER_PORT:-$port}" --rdzv-id="${JOB:-dstrain}" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    -m dstrain train "$@"
+    -m dstrain "${DSTRAIN_COMMAND:-train}" "$@"

@@ -117,12 +117,18 @@ def _of_process(pid: int, kind: str) -> list[str]:
         return []
 
 
-def ranks(folder: Path, size: int, arguments: list[str], command: str = "train", **variables: object) -> Job:
-    """The ranks of a job without any launcher: process N is rank N."""
+def ranks(
+    folder: Path, size: int, arguments: list[str], command: str = "train", program: str = "", odd: tuple = ()
+) -> Job:
+    """The ranks of a job without any launcher: process N is rank N. odd: more arguments of the last rank alone.
+
+    program: Python that takes the arguments, in place of `dstrain <command>`.
+    """
     port = free_port()
+    start = ["-c", program, "dstrain"] if program else ["-m", "dstrain", command]
     return Job(folder, [
-        ([sys.executable, "-m", "dstrain", command, *arguments],
+        ([sys.executable, *start, *arguments, *(odd if rank == size - 1 else ())],
          environment(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost",
-                     MASTER_PORT=port, **variables))
+                     MASTER_PORT=port))
         for rank in range(size)
     ])

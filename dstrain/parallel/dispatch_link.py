@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from dstrain.parallel.dispatch_traffic import Traffic, link_between, row_layout
 from dstrain.parallel.group import CommunicationError, one_line
+from dstrain.parallel.place import here
 
 
 class Link:
@@ -68,7 +69,8 @@ class Exchange:
 
     def wait(self) -> list[torch.Tensor]:
         try:
-            self.work.wait()
+            with here.waiting(self.what):
+                self.work.wait()
         except RuntimeError as error:
             raise CommunicationError(f"{self.what}: {one_line(error)}") from error
         return self.columns
@@ -127,7 +129,8 @@ class Enqueued:
         return True
 
     def wait(self):
-        torch.cuda.current_stream().wait_event(self.end)
+        with here.waiting("token dispatch", stream=True):
+            torch.cuda.current_stream().wait_event(self.end)
         self.held = None
         return self.result
 

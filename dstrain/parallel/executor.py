@@ -16,6 +16,7 @@ from dstrain.model.unit import Unit
 from dstrain.model.units import BackwardWay, Chunk, ForwardWay
 from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.overlap import run_pair
+from dstrain.parallel.place import here
 from dstrain.parallel.schedules.actions import Action, Schedule, Work
 from dstrain.parallel.schedules.messages import Message, Traffic, messages
 from dstrain.parallel.transfer import Channels, Transfer
@@ -97,6 +98,7 @@ class Executor:
     def _named(self, step: int, place: str) -> Iterator[None]:
         """Errors say where they happened: those of communication in their line, others in a note."""
         where = f"pipeline rank {self.rank}, step {step}, {place}"
+        here.at(step, place)
         try:
             yield
         except CommunicationError as error:

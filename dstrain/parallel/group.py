@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dstrain.config.errors import InputError, StoppedElsewhere
+from dstrain.parallel.place import here
 
 T = TypeVar("T")
 # PyTorch 2.13 renamed them, and warns of the old names.
@@ -34,7 +35,7 @@ class Started:
     def wait(self) -> None:
         """On CUDA the current stream waits, on the CPU the caller. Raises CommunicationError."""
         if self.work is not None:
-            _named(self.what, self.work.wait)
+            _named(self.what, self.work.wait, stream=True)
             self.work = None
 
 
@@ -133,9 +134,10 @@ def new_groups(sets: Iterable[tuple[int, ...]], rank: int, timeout: timedelta, b
     return groups
 
 
-def _named(what: str, call: Callable[[], T]) -> T:
+def _named(what: str, call: Callable[[], T], stream: bool = False) -> T:
     try:
-        return call()
+        with here.waiting(what, stream):
+            return call()
     except RuntimeError as error:
         raise CommunicationError(f"{what} failed: {one_line(error)}") from error
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dstrain.parallel.group import CommunicationError, one_line
+from dstrain.parallel.place import here
 from dstrain.parallel.schedules.messages import Message, Traffic
 
 
@@ -128,7 +129,8 @@ class Transfer:
     def _wait(self, work: dist.Work, message: Message) -> None:
         start = time.monotonic()
         try:
-            self.channels.wait(work)
+            with here.waiting(message, stream=True):
+                self.channels.wait(work)
         except RuntimeError as error:
             seconds = time.monotonic() - start
             why = "nothing within" if seconds >= self.channels.timeout else "cut off after"

@@ -125,6 +125,10 @@ class World:
             raise error
         raise InputError(f"rank {self.rank}: {error}") from error
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, pickled."""
+        return self.start_group.gather_objects(value, STARTING)
+
     def end(self) -> None:
         """Leave the group. After a failure the process just exits: others may be gone already."""
         if self.size > 1:

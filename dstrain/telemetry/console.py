@@ -48,6 +48,7 @@ class RunConsole:
         self.console = Console(file=file, highlight=False, soft_wrap=True, quiet=quiet)
         self.log_every = log_every
         self.live = None
+        self.log: Callable[[str], None] = lambda text: None  # gets what is said, also where nobody hears it
 
     @property
     def shows_bar(self) -> bool:
@@ -55,6 +56,7 @@ class RunConsole:
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
+        self.log(text)
 
     def begin(self, done: float, total: float) -> None:
         """done, total: progress of the run in its own unit (steps or tokens)."""

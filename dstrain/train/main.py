@@ -22,6 +22,7 @@ from dstrain.data.tokenizer import Tokenizer
 from dstrain.model.count import Counts, count_parameters
 from dstrain.model.model import Model
 from dstrain.parallel.device import pick_device
+from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.layout import Layout
 from dstrain.parallel.world import World
 from dstrain.precision.pointwise import compile_kernels
@@ -29,32 +30,60 @@ from dstrain.precision.policy import Precision, resolve_precision
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.peak import peak_tflops
 from dstrain.train.initial import carried_files, own_checkpoint, start_from, with_tokenizer
+from dstrain.train.job import Job, RunFailure
 from dstrain.train.optimizer import AdamW
+from dstrain.train.preflight import agree, disk_lines, preflight
 from dstrain.train.run_folder import FollowedFolder, RunFolder
 from dstrain.train.state import RunState, architecture, build_state, initialise, restore
 from dstrain.train.step import Stepper
-from dstrain.train.trainer import RunFailure, Trainer
+from dstrain.train.trainer import Trainer
 
 
 def train(config: TrainConfig, plain: dict, overrides: list[str], world: World | None = None) -> int:
     """Run or continue the run that `config` describes, as one rank of `world`. -> the exit code."""
     world = world or World.start()
+    job = Job(world)
+    try:
+        return _train(config, plain, overrides, world, job)
+    except RunFailure as failure:
+        if world.is_first:
+            print(f"dstrain: {failure}", file=sys.stderr)
+        return 1
+    except CommunicationError:
+        if not job.verdict():
+            raise
+        sys.stdout.flush()
+        os._exit(1)  # at an interpreter's end gloo would wait for ranks that are gone
+    except BaseException:
+        job.verdict()
+        raise
+    finally:
+        job.close()
+
+
+def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World, job: Job) -> int:
     console = RunConsole(config.telemetry.log_every, quiet=not world.is_first)
-    device, precision, layout = world.all(lambda: place(config, world))
+    device, precision, layout, (need, _) = world.all(lambda: place(config, world))
     counts = count_parameters(config.model)
     source = world.first(lambda: initial_checkpoint(config, console))
     data = (with_tokenizer(config, source) if source else config).data
     world.first(lambda: open_corpus(data) and None)  # what has to be built is built once
     corpus, tokenizer, stream, windows = world.all(lambda: open_data(config, data))
+    agree(world, {"the data": (corpus.fingerprint,)})
 
     path = Path(config.run.dir) / config.run.name
     folder = world.all(lambda: RunFolder(path) if world.is_first else FollowedFolder(path))
+    world.all(lambda: job.open_log(folder.path, console))
     layout.connect(device)
+    hosts = preflight(world, layout, device, need, console.say)
     store = CheckpointStore(
         folder.path / "checkpoints", config.checkpoint.keep, lambda step, line: console.say(f"WARNING: {line}"),
         ranks=layout.mesh.host_group,
     )
-    world.first(lambda: store.check_space(checkpoint_bytes(config, counts, precision)))
+    each = checkpoint_bytes(config, counts, precision)
+    world.first(lambda: store.check_space(each))
+    for line in world.first(lambda: disk_lines(store.root, each, config.checkpoint.keep)[1]):
+        console.say(f"WARNING: {line}")
     report_start(console, config, counts, precision, device, corpus, folder, layout)
 
     torch.manual_seed(config.run.seed + layout.mesh.data_rank)
@@ -90,23 +119,26 @@ def train(config: TrainConfig, plain: dict, overrides: list[str], world: World |
     }
     trainer = Trainer(
         config, folder, console, model, optimizer, stepper, state, layout, store, windows, tokenizer.token_bytes(), files,
-        corpus.fingerprint, peak * world.size,
+        corpus.fingerprint, peak * world.size, job.failed,
     )
     if trainer.finished():
         console.say(f"nothing to do: the run has {state.step} steps and {state.tokens:,} tokens already")
-    try:
-        final = trainer.run()
-    except RunFailure as failure:
-        if world.is_first:
-            print(f"dstrain: {failure}", file=sys.stderr)
-        return 1
+    job.start_watch(
+        layout.mesh.host_group, hosts, config.parallel.timeout,
+        lambda line: folder.write_status("failed", step=state.step, tokens=state.tokens, reason=line),
+    )
+    final = trainer.run()
     report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
+    job.end(layout.mesh.host_group)
     world.end()
     return 0
 
 
-def place(config: TrainConfig, world: World) -> tuple[torch.device, Precision, Layout]:
-    """What this rank runs on and in, and its place among the others. Raises InputError where that cannot be."""
+def place(config: TrainConfig, world: World) -> tuple[torch.device, Precision, Layout, tuple[float, float]]:
+    """What this rank runs on and in, its place among the others, and the bytes that it needs and has.
+
+    Raises InputError where that cannot be.
+    """
     device = world.device(pick_device(config.run.device))
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -115,8 +147,7 @@ def place(config: TrainConfig, world: World) -> tuple[torch.device, Precision, L
         compile_kernels()
     precision = resolve_precision(config.precision.name, device, config.precision.backend, config.precision.scales)
     layout = Layout(config, world.size, world.rank, world.local_size)
-    check_memory(config, layout, precision, device, world)
-    return device, precision, layout
+    return device, precision, layout, check_memory(config, layout, precision, device, world)
 
 
 def open_data(config: TrainConfig, data: DataConfig) -> tuple[Corpus, Tokenizer, "Checked", "Checked | None"]:
@@ -194,8 +225,11 @@ def state_sizes(config: TrainConfig, precision: Precision) -> tuple[int, int]:
 
 def check_memory(
     config: TrainConfig, layout: Layout, precision: Precision, device: torch.device, world: World
-) -> None:
-    """InputError when weights, gradients and optimizer alone exceed the device's memory, or the machine's on a CPU."""
+) -> tuple[float, float]:
+    """Bytes that weights, gradients and optimizer need, and that the device has, or the machine on a CPU.
+
+    InputError when they alone do not fit.
+    """
     held = layout.parameters()  # numel, and over how many ranks its optimizer state is spread
     quantized = 0 if precision.fp8 is None else 2  # a weight in E4M3 and its transpose
     each = precision.compute.itemsize + precision.main.itemsize + quantized
@@ -213,6 +247,7 @@ def check_memory(
             f"{need / 2**30:,.1f} GiB for weights, gradients and optimizer{ranks} in {precision.name}, {device.type} has "
             f"{have / 2**30:,.1f} GiB; take a smaller model or more ranks"
         )
+    return need, have
 
 
 def check_tokenizer(tokenizer: Tokenizer, corpus: Corpus, model: ModelConfig) -> None:

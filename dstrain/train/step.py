@@ -1,6 +1,7 @@
 """One optimizer step: gradients over the micro-batches, global norm, guard, clip, AdamW, routing-bias update."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from dstrain.model.loss import LossSums, LossWeights
 from dstrain.model.model import Model
 from dstrain.parallel.executor import Executor
 from dstrain.parallel.layout import Layout
+from dstrain.parallel.place import here
 from dstrain.parallel.totals import total_counts, total_loads, total_sums
 from dstrain.train.bias import max_violation, update_bias
 from dstrain.train.optimizer import AdamW
@@ -73,6 +75,8 @@ class Stepper:
         weights, moments, biases and `tokens` stand still.
         """
         begin = time.perf_counter()
+        here.forget_waits()
+        here.at(state.step + 1, "reading its samples")
         config, depth = self.config, self.config.model.num_nextn_predict_layers
         learning_rate = self.schedules.learning_rate(state.tokens)
         bias_speed, mtp_weight = self.schedules.bias_speed(state.tokens), self.schedules.mtp_weight(state.tokens)
@@ -86,6 +90,7 @@ class Stepper:
         sums = LossSums(depth, self.model.device)
         self.executor_of(state).train(batches, sums, weights, state.step + 1, self.gradients_of_a_step())
 
+        here.at(state.step + 1, "losses, norm and optimizer")
         *depths, balance = total_sums(self.mesh, torch.cat((sums.depths, sums.balance.view(1)))).tolist()
         losses = [total / count if count else 0.0 for total, count in zip(depths, counts)]
         balance /= sequences
@@ -130,6 +135,7 @@ class Stepper:
             "batch_sequences": sequences,
             "skipped": not finite,
             **self.traffic(),
+            **self.rank_times(seconds - here.waited()),
         }
 
     def traffic(self) -> dict:
@@ -142,6 +148,22 @@ class Stepper:
         values = torch.tensor([counted[name] for name in names], dtype=torch.int64, device=self.model.device)
         total = self.mesh.world_group.total(values, "bytes of token dispatch").tolist()
         return {f"dispatch_{name}": value for name, value in zip(names, total)}
+
+    def rank_times(self, own: float) -> dict:
+        """own: this rank's seconds of a step without those in which it waited for others.
+
+        step_time_spread: how much longer the slowest rank's are than the median, as a fraction; slowest_rank: which it
+        is. All ranks end a step together, so the step's own time does not tell. Nothing where there is one rank.
+        """
+        ranks = self.mesh.host_group
+        if ranks.size == 1:
+            return {}
+        everyone = torch.zeros(ranks.size, dtype=torch.float64)
+        ranks.own(everyone).fill_(own)
+        ranks.all_gather(everyone, "step times").wait()
+        times = everyone.tolist()
+        slowest = max(range(len(times)), key=times.__getitem__)
+        return {"step_time_spread": times[slowest] / statistics.median(times) - 1, "slowest_rank": slowest}
 
     def gradients_of_a_step(self) -> Callable[[int], None]:
         """What takes a stage that is done, and starts the reduction of every gradient that is complete by that."""

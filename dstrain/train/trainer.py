@@ -1,6 +1,7 @@
 """The training loop: steps, metrics, evaluations, checkpoints, and a clean end whatever ends it."""
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -14,8 +15,10 @@ from dstrain.model.model import Model
 from dstrain.telemetry.console import RunConsole
 from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.layout import Layout
+from dstrain.parallel.place import here
 from dstrain.telemetry.jsonl import JsonLines, NoLines
 from dstrain.train.evaluation import evaluate_heldout
+from dstrain.train.job import RunFailure
 from dstrain.train.optimizer import AdamW
 from dstrain.train.run_folder import FollowedFolder, RunFolder
 from dstrain.train.signals import StopSignals
@@ -23,10 +26,6 @@ from dstrain.train.state import RunState, run_tensors
 from dstrain.train.step import Stepper
 
 LEAVE = 60.0  # seconds that a save under way gets once another rank has failed, whose part may be missing
-
-
-class RunFailure(RuntimeError):
-    """The run cannot go on: one line why. Exit code 1."""
 
 
 class Trainer:
@@ -48,10 +47,12 @@ class Trainer:
         files: dict[str, bytes],  # go into every checkpoint
         data_fingerprint: str,
         peak_tflops: float,  # of all ranks
+        on_failure: Callable[[BaseException], None] = lambda error: None,  # called at once
     ):
         self.config, self.folder, self.console = config, folder, console
         self.model, self.optimizer, self.stepper, self.state, self.store = model, optimizer, stepper, state, store
         self.windows, self.token_bytes, self.files, self.data_fingerprint = windows, token_bytes, files, data_fingerprint
+        self.on_failure = on_failure
         self.layout, self.ranks = layout, layout.mesh.host_group
         self.leads = layout.mesh.rank == 0  # the first rank writes the run's files and speaks to people
         self.saved_step = state.step if state.step else None
@@ -94,6 +95,7 @@ class Trainer:
             folder.write_status(status, step=state.step, tokens=state.tokens, signal=stopped)
             return whole
         except BaseException as error:
+            self.on_failure(error)
             self.console.end()
             if isinstance(error, CommunicationError):
                 self.store.leave(min(LEAVE, self.config.parallel.timeout))
@@ -133,6 +135,7 @@ class Trainer:
     def evaluate(self, sequences: int | None) -> dict | None:
         """Evaluate and write the record; a signal ends a long evaluation without one."""
         begin = time.perf_counter()
+        here.at(0, f"evaluation after step {self.state.step}")
         size = "the whole held-out text" if sequences is None else f"{sequences} held-out sequences"
         with self.console.task(f"evaluation of {size}") as show:
             result = evaluate_heldout(
@@ -162,5 +165,6 @@ class Trainer:
         if self.saved_step == self.state.step:
             return
         self.saved_step = self.state.step
+        here.at(0, f"saving step {self.state.step}")
         meta = {"format": 1, "state": self.state.to_meta(), "data": self.data_fingerprint, "torch": torch.__version__}
         self.store.save(self.state.step, run_tensors(self.model, self.optimizer), meta, self.files)

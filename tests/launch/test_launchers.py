@@ -1,4 +1,4 @@
-"""Every launcher: two of them stand for two nodes of two ranks, and the job's losses are those of one process in FP64."""
+"""Every launcher: two of them are two nodes of two ranks, and the job's losses are those of one process in FP64."""
 
 import dataclasses
 import importlib.util
@@ -33,7 +33,7 @@ def small(tmp_path_factory):
 
 def config_of(folder, name, *more, **parallel):
     config = make_config(
-        folder, "precision=fp64", "batch.sequences=8", "batch.micro_sequences=1", f"run.steps={STEPS}", "checkpoint.every=0",
+        folder, "precision=fp64", "batch.sequences=8", "batch.micro_sequences=1", f"run.steps={STEPS}",
         f"run.name={name}", *more, model=train_model(num_nextn_predict_layers=1, mtp_depth_weights=None),
     )
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, timeout=60.0, **parallel))
@@ -72,7 +72,9 @@ def test_torchrun(small, reference):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed (launch/setup.sh deepspeed)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed (launch/setup.sh deepspeed)"
+)
 def test_deepspeed(small, reference):
     config = config_of(small[0], "deepspeed", pp=2, ep=2)
     hosts = small[0] / "hosts"
@@ -94,8 +96,8 @@ def test_slurm_queues_the_job_again_after_a_signal(small, reference):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / "bin" / name).write_text(text.format(python=sys.executable, folder=folder))
         (folder / "bin" / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": free_port() - 20000, "SLURM_NTASKS": 4, "SLURM_NTASKS_PER_NODE": 2, "SLURM_JOB_NODELIST": "x[1-2]"}
-    more = {**slurm, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "DSTRAIN_ROOT": ROOT}
+    slurm = {"SLURM_JOB_ID": free_port(), "SLURM_NTASKS": 4, "SLURM_NTASKS_PER_NODE": 2, "SLURM_JOB_NODELIST": "x[1-2]"}
+    more = {**slurm, "MASTER_PORT": free_port(), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "DSTRAIN_ROOT": ROOT}
     lines = folder / "runs/slurm/metrics.jsonl"
     with Job(folder, [bash("slurm.sbatch", config, **more)]) as job:
         job.wait_for(lambda: lines.exists() and lines.stat().st_size, "the first step")

@@ -188,6 +188,16 @@ class CheckpointConfig:
 
 
 @dataclass
+class GuardConfig:
+    """What a spike of the loss leads to. Steps with a non-finite loss or gradient are always skipped."""
+
+    spikes: str = "off"  # off | skip (the step) | rollback (to the newest checkpoint, skipping the data behind it)
+    window: int = 64  # applied steps that a loss is compared with; before there are as many, nothing is a spike
+    deviations: float = 8.0  # a spike is that many (robust) standard deviations above their median
+    rollbacks: int = 3  # to one checkpoint; the next one ends the run
+
+
+@dataclass
 class TelemetryConfig:
     log_every: int = 10  # steps between console lines; a terminal shows every step in its bar
     peak_tflops: float | None = None  # of the device, for MFU; null: known by name, else measured
@@ -219,6 +229,7 @@ class TrainConfig:
     eval: EvalConfig
     checkpoint: CheckpointConfig
     telemetry: TelemetryConfig
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
 
 @dataclass

@@ -74,6 +74,10 @@ def validate(
     _at_least("checkpoint.keep", config.checkpoint.keep, 2)
     if config.checkpoint.initial is not None:
         _given("checkpoint.initial", config.checkpoint.initial, "null, a run folder or a checkpoint folder")
+    _one_of("guard.spikes", config.guard.spikes, ("off", "skip", "rollback"))
+    _at_least("guard.window", config.guard.window, 2)
+    _positive("guard.deviations", config.guard.deviations)
+    _at_least("guard.rollbacks", config.guard.rollbacks, 1)
     _at_least("telemetry.log_every", config.telemetry.log_every, 1)
     if config.telemetry.peak_tflops is not None:
         _positive("telemetry.peak_tflops", config.telemetry.peak_tflops)

@@ -70,7 +70,9 @@ class RunConsole:
         if self.live is not None:
             self.live.update(self.bar, completed=done, description=_line(metrics))
         if metrics["skipped"]:
-            self.say(f"step {metrics['step']}: non-finite loss or gradient, skipped; weights stand still")
+            spike = f"loss {metrics['loss_main']:.4f} is a spike"
+            why = spike if metrics.get("spike") else "non-finite loss or gradient"
+            self.say(f"step {metrics['step']}: {why}, skipped; weights stand still")
         elif metrics["step"] % self.log_every == 0 or done >= total:
             left = (time.monotonic() - self.begun) * (total - done) / max(done - self.first, 1e-9)
             self.say(_line(metrics) + ("" if self.live else f"  left {_clock(left)}"))

@@ -13,7 +13,7 @@ fewer data ranks, the new ones keep what they were seeded with; where it has mor
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -46,9 +46,15 @@ class RunState:
     updates: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    recent_losses: list[float] = field(default_factory=list)  # of applied steps, for `guard`
 
     def to_meta(self) -> dict:
         return asdict(self)
+
+    def roll_back(self, saved: "RunState") -> None:
+        """Weights are those of `saved` again, and what is read from tokens. Steps and samples go on."""
+        self.tokens, self.updates, self.recent_losses = saved.tokens, saved.updates, saved.recent_losses
+        self.skipped = self.step - self.updates
 
 
 def build_state(

@@ -19,6 +19,7 @@ from dstrain.parallel.layout import Layout
 from dstrain.parallel.place import here
 from dstrain.parallel.totals import total_counts, total_loads, total_sums
 from dstrain.train.bias import max_violation, update_bias
+from dstrain.train.guard import is_spike, remember
 from dstrain.train.optimizer import AdamW
 from dstrain.train.schedule import batch_sequences
 from dstrain.train.state import RunState
@@ -71,8 +72,8 @@ class Stepper:
     def step(self, state: RunState) -> dict:
         """Consume the next global batch and advance `state`. -> the step's metrics, speed but for MFU included.
 
-        A non-finite loss or gradient on any rank skips the update on all: samples and the step's number are consumed,
-        weights, moments, biases and `tokens` stand still.
+        A non-finite loss or gradient on any rank, or a spike (see `guard`), skips the update on all: samples and the
+        step's number are consumed, weights, moments, biases and `tokens` stand still.
         """
         begin = time.perf_counter()
         here.forget_waits()
@@ -97,12 +98,14 @@ class Stepper:
         grad_norm = self.optimizer.grad_norm().item()
         loads = total_loads(self.mesh, self.model, self.moe_layers)
         finite = all(map(math.isfinite, [*losses, balance, grad_norm]))
+        spike = finite and is_spike(losses[0], state.recent_losses, config.guard)
         state.step += 1
         state.samples += sequences
-        if finite:
+        if finite and not spike:
             state.tokens += sequences * config.data.sequence_length
             state.updates += 1
             state.skipped_in_a_row = 0
+            remember(losses[0], state.recent_losses, config.guard)
             self.optimizer.step(learning_rate, state.updates, min(1.0, config.optim.grad_clip / (grad_norm + 1e-6)))
             for layer, router in zip(self.model.moe_layers, self.model.routers):
                 update_bias(router, loads[self.moe_layers.index(layer)], bias_speed)
@@ -133,7 +136,8 @@ class Stepper:
             "bias_speed": bias_speed,
             "mtp_weight": mtp_weight,
             "batch_sequences": sequences,
-            "skipped": not finite,
+            "skipped": spike or not finite,
+            **({} if config.guard.spikes == "off" else {"spike": spike}),
             **self.traffic(),
             **self.rank_times(seconds - here.waited()),
         }

@@ -1,8 +1,10 @@
 """The training loop: steps, metrics, evaluations, checkpoints, and a clean end whatever ends it."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from dstrain.train.job import RunFailure
 from dstrain.train.optimizer import AdamW
 from dstrain.train.run_folder import FollowedFolder, RunFolder
 from dstrain.train.signals import StopSignals
-from dstrain.train.state import RunState, run_tensors
+from dstrain.train.state import RunState, restore, run_tensors
 from dstrain.train.step import Stepper
 
 LEAVE = 60.0  # seconds that a save under way gets once another rank has failed, whose part may be missing
@@ -53,6 +55,7 @@ class Trainer:
         self.model, self.optimizer, self.stepper, self.state, self.store = model, optimizer, stepper, state, store
         self.windows, self.token_bytes, self.files, self.data_fingerprint = windows, token_bytes, files, data_fingerprint
         self.on_failure = on_failure
+        self.rolled_back: Counter[Path] = Counter()
         self.layout, self.ranks = layout, layout.mesh.host_group
         self.leads = layout.mesh.rank == 0  # the first rank writes the run's files and speaks to people
         self.saved_step = state.step if state.step else None
@@ -75,11 +78,14 @@ class Trainer:
                     metrics_file.write(metrics)
                     self.console.step(metrics, *self.progress())
                     if state.skipped_in_a_row >= self.config.optim.max_skipped_steps:
+                        what = "a non-finite loss or gradient" + (" or a spike" if "spike" in metrics else "")
                         raise RunFailure(
-                            f"{state.skipped_in_a_row} steps in a row had a non-finite loss or gradient, the last is step "
+                            f"{state.skipped_in_a_row} steps in a row had {what}, the last is step "
                             f"{state.step} (optim.max_skipped_steps={self.config.optim.max_skipped_steps}); "
                             f"weights are those after update {state.updates}"
                         )
+                    if metrics.get("spike") and self.config.guard.spikes == "rollback":
+                        self.roll_back()
                     self.periodic()
                 self.console.end()
                 self.save()
@@ -159,6 +165,28 @@ class Trainer:
         records = self.eval_file.records() if self.leads else []
         records = [record for record in records if record["step"] == self.state.step and record["whole"]]
         return self.ranks.first_object(records[-1] if records else None, "an earlier evaluation")
+
+    def roll_back(self) -> None:
+        """Back to the newest complete checkpoint, with the samples that come next (see `guard`)."""
+        self.store.wait()
+        path = self.store.open_newest(self.console.say)
+        if path is None:
+            self.console.say("guard.spikes=rollback: there is no checkpoint yet; the step is skipped and nothing more")
+            return
+        self.rolled_back[path] += 1
+        limit = self.config.guard.rollbacks
+        if self.rolled_back[path] > limit:
+            raise RunFailure(
+                f"a spike of the loss at step {self.state.step}, the {limit + 1}. since {path.name} "
+                f"(guard.rollbacks={limit}); lower the learning rate, or choose another checkpoint or guard.spikes=skip"
+            )
+        here.at(0, f"going back to {path}")
+        restore(self.model, self.optimizer, path)
+        self.state.roll_back(RunState(**CheckpointStore.meta(path)["state"]))
+        self.console.say(
+            f"back to the weights of {path.name} and {self.state.tokens:,} tokens; samples go on at "
+            f"{self.state.samples:,}"
+        )
 
     def save(self) -> None:
         """Save in the background, once for each step."""

@@ -26,7 +26,8 @@ from dstrain.parallel.world import World
 POLL = 1.0  # seconds between two looks
 FAST = 0.2  # the same once a failure is known
 WINDOW = 3.0  # seconds in which a rank that lives writes its place
-PATIENCE = 10.0  # seconds for the verdict, then for the main thread to end by itself
+PATIENCE = 10.0  # seconds for the verdict, and for an interpreter to end
+LEAVE = 60.0  # seconds that a save under way gets once a rank has failed, whose part may be missing
 SHOWN = 4  # ranks that are named one by one
 
 
@@ -157,7 +158,7 @@ class Watch:
         """The main thread may be in a wait that does not end; one that has reported ends by itself, if it can."""
         self._over.set()
         if self._failed.is_set():
-            self._stopped.wait(PATIENCE)
+            self._stopped.wait(LEAVE + PATIENCE)
         if not self._stopped.is_set():
             os._exit(1)
 

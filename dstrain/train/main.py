@@ -123,10 +123,12 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
     )
     if trainer.finished():
         console.say(f"nothing to do: the run has {state.step} steps and {state.tokens:,} tokens already")
-    job.start_watch(
-        layout.mesh.host_group, hosts, config.parallel.timeout,
-        lambda line: folder.write_status("failed", step=state.step, tokens=state.tokens, reason=line),
-    )
+
+    def on_verdict(line: str) -> None:
+        folder.write_status("failed", step=state.step, tokens=state.tokens, reason=line)
+        trainer.leave_save()
+
+    job.start_watch(layout.mesh.host_group, hosts, config.parallel.timeout, on_verdict)
     final = trainer.run()
     report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
     job.end(layout.mesh.host_group)

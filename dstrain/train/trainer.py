@@ -18,6 +18,7 @@ from dstrain.telemetry.console import RunConsole
 from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.layout import Layout
 from dstrain.parallel.place import here
+from dstrain.parallel.watch import LEAVE
 from dstrain.telemetry.jsonl import JsonLines, NoLines
 from dstrain.train.evaluation import evaluate_heldout
 from dstrain.train.job import RunFailure
@@ -26,9 +27,6 @@ from dstrain.train.run_folder import FollowedFolder, RunFolder
 from dstrain.train.signals import StopSignals
 from dstrain.train.state import RunState, restore, run_tensors
 from dstrain.train.step import Stepper
-
-LEAVE = 60.0  # seconds that a save under way gets once another rank has failed, whose part may be missing
-
 
 class Trainer:
     """Owns the loop of one run; everything it works with is built by `main`."""
@@ -104,7 +102,7 @@ class Trainer:
             self.on_failure(error)
             self.console.end()
             if isinstance(error, CommunicationError):
-                self.store.leave(min(LEAVE, self.config.parallel.timeout))
+                self.leave_save()
             else:
                 self.store.join()  # not `wait`: other ranks may be gone
             reason = str(error) if isinstance(error, RunFailure) else f"{type(error).__name__}: {error}"
@@ -165,6 +163,10 @@ class Trainer:
         records = self.eval_file.records() if self.leads else []
         records = [record for record in records if record["step"] == self.state.step and record["whole"]]
         return self.ranks.first_object(records[-1] if records else None, "an earlier evaluation")
+
+    def leave_save(self) -> None:
+        """Another rank has failed: give a save under way some time."""
+        self.store.leave(min(LEAVE, self.config.parallel.timeout))
 
     def roll_back(self) -> None:
         """Back to the newest complete checkpoint, with the samples that come next (see `guard`)."""

@@ -14,6 +14,8 @@ STEPS = 12
 SRUN = """#!{python}
 # Stands for Slurm's srun on two nodes of two tasks: starts the tasks, and ends with the highest exit code.
 import os, subprocess, sys
+if os.environ.get("ENDS_WITH"):
+    sys.exit(int(os.environ["ENDS_WITH"]))
 assert sys.argv[1] == "--kill-on-bad-exit=1"
 tasks = [subprocess.Popen(sys.argv[2:], env={{**os.environ, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % 2)}})
          for task in range(int(os.environ["SLURM_NTASKS"]))]
@@ -89,6 +91,7 @@ def test_deepspeed(small, reference):
         assert job.wait() == [2, 2], job.text()  # the ranks' own exit code
 
 
+@pytest.mark.long
 def test_slurm_queues_the_job_again_after_a_signal(small, reference):
     """SIGUSR1 reaches one rank alone; all stop after the same step, and the job that is queued again ends the run."""
     folder, config = small[0], config_of(small[0], "slurm", pp=2, ep=2)
@@ -111,6 +114,9 @@ def test_slurm_queues_the_job_again_after_a_signal(small, reference):
     same_losses(config, reference)
     assert f"continuing from {folder}/runs/slurm/checkpoints/step-{stopped['step']:08}" in job.text()
     assert (folder / "scontrol.txt").read_text().count("\n") == 1
-    with Job(folder, [bash("slurm.sbatch", config_of(folder, "slurm", pp=3), **more)]) as job:
-        assert job.wait() == [2], job.text()
-    assert (folder / "scontrol.txt").read_text().count("\n") == 1  # bad input is not tried again
+    for code, restarts, again in ((2, 0, 0), (0, 0, 0), (1, 0, 1), (137, 9, 1), (1, 10, 0)):  # a finished run's status
+        (folder / "scontrol.txt").write_text("")
+        variables = {**more, "ENDS_WITH": code, "SLURM_RESTART_COUNT": restarts}
+        with Job(folder, [bash("slurm.sbatch", config, **variables)]) as job:
+            assert job.wait() == [code], job.text()
+        assert (folder / "scontrol.txt").read_text().count("\n") == again, (code, restarts)

@@ -44,7 +44,7 @@ def check(rank, size, config):
     recorder.stepper.micro_batches = lambda *args: (time.sleep(1.0 if rank == 2 else 0.0), read(*args))[1]
     for _, row, *_ in recorder.steps(2):  # everyone's step takes a second longer, but one rank's own time alone
         assert row["slowest_rank"] == 2 and row["step_time"] > 1.0, row
-        assert 0 < row["step_time_spread"], row
+        assert row["step_time_spread"] > 0.2, row  # all ranks take as long where waiting counts
     return measure(layout, torch.device("cpu"))
 
 

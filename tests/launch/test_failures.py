@@ -4,13 +4,12 @@ import dataclasses
 import os
 import re
 import signal
-import sys
 import time
 
 import pytest
 import torch.distributed as dist
 from helpers import make_config, status, train_model
-from launched import Job, environment, overrides, ranks
+from launched import overrides, ranks
 
 from dstrain.parallel.place import Place
 from dstrain.parallel.watch import Watch, diagnose
@@ -116,19 +115,3 @@ def test_a_rank_without_a_move_in_a_step_reports_itself():
         time.sleep(0.25)
         watch._check_limit()
     assert watch.failure == ("no progress for 0.2 s in step 3, action 1 of 4: waits in all-reduce of gradients", False)
-
-
-def test_a_second_signal_stops_at_once(tmp_path):
-    """The first one is taken while the step runs; a step that hangs must not keep the user."""
-    config = dataclasses.replace(config_of(tmp_path), parallel=make_config(tmp_path).parallel)
-    program = (
-        "import os, signal, sys, dstrain.train.step as step\n"
-        "def stuck(self, state):\n"
-        "    for number in (signal.SIGUSR1, signal.SIGTERM): os.kill(os.getpid(), number)\n"
-        "    raise SystemExit('still there')\n"
-        "step.Stepper.step = stuck\n"
-        "from dstrain.cli import main\n"
-        "sys.exit(main(['train', *sys.argv[1:]]))\n"
-    )
-    with Job(tmp_path, [([sys.executable, "-c", program, *overrides(config)], environment())]) as job:
-        assert job.wait(120) == [128 + signal.SIGTERM], job.text()

@@ -13,6 +13,7 @@ from ranks import spawn
 from recorded import Recorder
 
 from dstrain.config.errors import InputError, StoppedElsewhere
+from dstrain.parallel.group import Group
 from dstrain.parallel.layout import Layout
 from dstrain.parallel.world import World
 from dstrain.train.preflight import Measured, agree, code_digest, disk_lines, measure, memory_warnings, preflight, slow
@@ -20,7 +21,7 @@ from dstrain.train.preflight import Measured, agree, code_digest, disk_lines, me
 
 def check(rank, size, config):
     world = World(rank, size, rank, size)
-    world.start_group = dist.group.WORLD
+    world.start_group = Group(tuple(range(size)), rank, dist.group.WORLD)
     agree(world, {"the data": ("abc",), "the command line": ("run.steps=3", "model=tiny")})
     for facts, line in (
         ({"the data": ("abc" if rank < 2 else "abd",)},

@@ -47,7 +47,7 @@ class Watch:
         itself; None: the collectives' own timeouts do.
         """
         if world.store is None:
-            raise ValueError("a single rank has nobody to watch")
+            raise ValueError("ranks without a store cannot watch each other")
         self.world, self.here, self.hosts, self.on_verdict, self.limit = world, here, hosts, on_verdict, limit
         self.store = world.store.clone()  # a connection of its own: a call that blocks must not block the main thread
         self.failure: tuple[str, bool] | None = None  # this rank's line, and whether it failed by itself

@@ -43,7 +43,7 @@ class Job:
         self, ranks: Group, hosts: list[str], timeout: float, on_verdict: Callable[[str], None]
     ) -> None:
         """From here to `end` a rank that fails or hangs ends the job. on_verdict(line): before this process ends."""
-        if self.world.size == 1:
+        if self.world.store is None:  # a single rank, or ranks that were joined by somebody else's group
             return
 
         def verdict(line: str, speaks: bool) -> None:

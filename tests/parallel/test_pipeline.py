@@ -15,6 +15,7 @@ from ranks import spawn
 from dstrain.model.loss import LossSums
 from dstrain.model.units import evaluate
 from dstrain.parallel.dispatch import LocalDispatcher
+from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.transfer import Channels, TransferError
 from dstrain.precision.linear import Linear
 from dstrain.precision.main_grad import attach_main_grads
@@ -176,7 +177,7 @@ def wait_for_nobody(rank, world):
         return None
     said = []
     for one, step in ((late, 7), (gone, 8)):
-        with pytest.raises(TransferError) as error:
+        with pytest.raises(CommunicationError) as error:
             one.executor.train(batches, one.sums, loss_weights(CONFIG, batches), step)
         said.append(str(error.value))
         if step == 7:

@@ -26,7 +26,7 @@ def test_every_step_has_the_contracts_keys_and_the_loss_is_their_sum(tmp_path):
     rows = metrics(config)
     assert len(rows) == 6
     for number, row in enumerate(rows, start=1):
-        assert sorted(row) == sorted(CONTRACT)
+        assert set(CONTRACT) <= set(row)
         assert (row["step"], row["samples"], row["tokens"]) == (number, 4 * number, 64 * number)
         assert len(row["loss_mtp"]) == 2 and len(row["moe_load"]) == 4
         assert all(sum(load) == 64 * 3 for load in row["moe_load"])

@@ -12,7 +12,13 @@ from dstrain.model.batch import IGNORED
 from dstrain.precision import gemm
 from dstrain.precision.policy import at_least_fp32
 
-CHUNK_ELEMENTS = 1 << 22  # logits held at once
+CHUNK_ELEMENTS = 1 << 22  # logits held at once: on the CPU they should not leave its caches
+CUDA_CHUNK_ELEMENTS = 1 << 27  # on a GPU every chunk costs four passes over the whole FP32 gradient of the projection
+
+
+def chunk_rows(vocab_size: int, cuda: bool) -> int:
+    """Rows whose logits are held at once."""
+    return max((CUDA_CHUNK_ELEMENTS if cuda else CHUNK_ELEMENTS) // vocab_size, 128)
 
 
 def head_loss(
@@ -31,7 +37,7 @@ def head_loss(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state, weight, targets, coefficient):
-        rows = max(CHUNK_ELEMENTS // weight.shape[0], 128)
+        rows = chunk_rows(weight.shape[0], weight.is_cuda)
         grad_state = torch.empty_like(state) if coefficient is not None else None
         losses = []
         for first in range(0, len(state), rows):

@@ -128,7 +128,7 @@ COMMANDS = {
     "prepare": Command(
         "encode a corpus into token files", "from=texts.jsonl tokenizer=tokenizer.json out=data/tokens/mine", _prepare
     ),
-    "plan": Command("show what a pipeline schedule does", "schedule=dualpipe parallel.pp=8 show=true", _plan),
+    "plan": Command("memory, time and price of a run on a cluster", "recipe=deepseek_v3 cluster=h800_2048", _plan),
 }
 
 
@@ -200,7 +200,7 @@ def command_help(name: str, overrides: list[str]) -> str:
     default = compose.default_choices(keys)
     if default:
         lines += ["", "groups, one file of configs/ each:"]
-        for group, choices in compose.groups().items():
+        for group, choices in compose.groups(keys).items():
             lines.append(f"  {group}={'|'.join(choices)}  (default {default.get(group, 'none')})")
     lines += ["", "keys, their values here, and what they take:"]
     return "\n".join(lines + _key_lines(schema, plain, ""))
@@ -251,5 +251,5 @@ def _literal(value: object) -> str:
 
 def _meanings(schema: type) -> dict[str, str]:
     """The comment behind each field in the schema's source, which is the one description of a key."""
-    found = re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(schema), re.MULTILINE)
-    return dict(found)
+    sources = [inspect.getsource(cls) for cls in reversed(schema.__mro__) if dataclasses.is_dataclass(cls)]
+    return dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", "\n".join(sources), re.MULTILINE))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.cli import COMMANDS, main
-from dstrain.config.build import all_keys
+from dstrain.config.build import all_keys, key_hints, without_none
 from dstrain.config.errors import InputError
 from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, PlanConfig, PrepareConfig, TrainConfig
 
@@ -124,7 +124,7 @@ def test_interrupt_is_exit_code_130(monkeypatch, capsys):
 def test_help_shows_every_key_with_type_and_meaning(command, schema, capsys):
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out
-    groups = {field.name for field in dataclasses.fields(schema) if dataclasses.is_dataclass(field.type)}
+    groups = {key for key, hint in key_hints(schema).items() if dataclasses.is_dataclass(without_none(hint))}
     for key in all_keys(schema):
         if key in groups:
             assert f"\n{key}:" in out

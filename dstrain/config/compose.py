@@ -41,6 +41,7 @@ COMMANDS = {
     "plan": PlanConfig, "prepare": PrepareConfig,
 }
 AnyConfig = TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig
+OPTIONAL = ("recipe", "cluster")  # groups without a choice of their own
 CONFIG_FILE = "config.yaml"
 OVERRIDES_FILE = "overrides.json"
 # They say which folder is meant and how far to go this time, not what the run is.
@@ -49,7 +50,7 @@ NEVER_REMEMBERED = ("run.name", "run.dir", "run.steps")
 # Paths: a shell leaves the ~ of run.dir=~/runs as it is, and a folder called "~" is a trap.
 PATHS = (
     "run.dir", "data.text", "data.train", "data.heldout", "data.tokenizer", "data.cache", "checkpoint", "checkpoint.initial",
-    "from", "out", "tokenizer",
+    "from", "out", "tokenizer", "phases",
 )
 
 
@@ -98,7 +99,13 @@ def values(command: str, overrides: list[str]) -> dict:
 def default_choices(command: str) -> dict[str, str]:
     """The choice of every group that a command takes where none is named; a group without one is left out."""
     listed = yaml.safe_load((config_folder() / f"{command}.yaml").read_text(encoding="utf-8")).get("defaults", [])
-    return {group: choice for item in listed if isinstance(item, dict) for group, choice in item.items() if choice}
+    found = {}
+    for item in listed:
+        if isinstance(item, dict):
+            found |= {group: choice for group, choice in item.items() if choice}
+        elif item in COMMANDS:  # plan's begin with train's
+            found |= default_choices(item)
+    return found
 
 
 def save_run_config(run_folder: Path | str, plain: dict, overrides: list[str]) -> None:
@@ -146,16 +153,26 @@ def config_folder() -> Path:
     return folder
 
 
-def groups() -> dict[str, list[str]]:
-    """The choices of every config group."""
+def groups(command: str = "train") -> dict[str, list[str]]:
+    """The choices of every config group that a command takes."""
+    own = {key for key, hint in key_hints(COMMANDS[command]).items() if container_of(hint) is dict}
+    own |= {"recipe"} if own else set()
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
-            for folder in sorted(config_folder().iterdir()) if folder.is_dir()}
+            for folder in sorted(config_folder().iterdir()) if folder.is_dir() and folder.name in own}
 
 
 def parse_overrides(command: str, overrides: list[str]) -> list[Override]:
     """The overrides of a command, each key known and each group choice existing."""
-    choices = groups() if command == "train" else {}
+    choices = groups(command)
+    if command == "plan":
+        overrides = [_pipeline_schedule(text, choices["schedule"]) for text in overrides]
     return [_parse(COMMANDS[command], choices, text) for text in overrides]
+
+
+def _pipeline_schedule(text: str, choices: list[str]) -> str:
+    """`schedule=dualpipe` is short for parallel.schedule=dualpipe, where no file of the group has that name."""
+    key, _, value = text.partition("=")
+    return f"parallel.{text}" if key == "schedule" and value not in choices and not value.startswith("{") else text
 
 
 def _parse(schema: type, choices: dict[str, list[str]], text: str) -> Override:
@@ -176,7 +193,7 @@ def _parse(schema: type, choices: dict[str, list[str]], text: str) -> Override:
         raise InputError(f"{text!r}: {key!r} is not a key; keys look like run.steps")
     fields = list(key_hints(schema))
     if key in choices and not (key in fields and value.startswith("{")):  # {…} gives keys, it does not choose a file
-        if value not in choices[key] and (key, value) != ("recipe", "null"):
+        if value not in choices[key] and not (value == "null" and key in OPTIONAL):
             raise InputError(f"unknown choice {key}={value} (valid: {', '.join(choices[key])})")
         return Override(key, value, is_group=True)
     if key == "run" and key in fields:
@@ -213,8 +230,9 @@ def _tree(command: str, overrides: list[Override]) -> tuple[Any, dict[str, str]]
     from omegaconf.errors import OmegaConfBaseException
 
     chosen = {o.key: o.value for o in overrides if o.is_group}  # the last choice of a group counts
-    if chosen.get("recipe") == "null":  # the default of train.yaml, which Hydra does not take from outside
-        del chosen["recipe"]
+    for group in OPTIONAL:
+        if chosen.get(group) == "null":  # the default, which Hydra does not take from outside
+            del chosen[group]
     folder = config_folder()
     GlobalHydra.instance().clear()
     try:

@@ -286,26 +286,41 @@ class PrepareConfig:
 
 
 @dataclass
-class PlanParallel:
-    """The pipeline whose schedule is shown."""
+class ClusterConfig:
+    """The GPUs that a plan is for: what each of them computes, holds and sends. GB and TFLOPS are powers of ten."""
 
-    pp: int  # pipeline ranks
-    schedule: str  # 1f1b | zb1p | dualpipe | dualpipev
+    name: str
+    gpus: int
+    gpus_per_node: int
+    memory_gib: float  # of a GPU
+    reserved_gib: float  # of it, what driver, libraries and their communicators take
+    bf16_tflops: float  # dense peak, against which MFU is measured
+    bf16_achieved: float  # share of it that large matrix products reach
+    fp8_tflops: float | None  # dense peak; null: no FP8
+    fp8_achieved: float  # share of it that large matrix products reach
+    attention_achieved: float  # share of bf16_tflops that the attention core reaches
+    memory_gbps: float  # GB/s to and from a GPU's memory, as achieved
+    node_gbps: float  # GB/s that a GPU sends to others of its node, as achieved
+    network_gbps: float  # GB/s that a GPU sends to other nodes, as achieved
+    price_per_hour: float  # of a GPU
 
 
 @dataclass
-class PlanBatch:
-    """The batch of one optimizer step."""
+class PlanBatch(BatchConfig):
+    """Sizes of the global batch and of a micro-batch, in sequences."""
 
-    micro_batches: int  # of one pipeline
+    micro_batches: int | None = None  # of one pipeline, instead of batch.sequences and its ramp
 
 
 @dataclass
-class PlanConfig:
-    """The whole configuration of `dstrain plan`."""
+class PlanConfig(TrainConfig):
+    """The whole configuration of `dstrain plan`: that of a training run, and what it is planned for."""
 
-    schedule: str  # short for parallel.schedule, which counts where both are given
-    show: bool  # draw the schedule: as text here, as a picture into a file
-    out: str | None  # the picture's file, an .svg; null: with show, named after the schedule, in the current folder
-    parallel: PlanParallel
     batch: PlanBatch
+    cluster: ClusterConfig | None = None
+    phases: str | None = None  # measured times: a file of configs/phases by its name, or a path; null: by FLOPs and bytes
+    expert_load: float = 1.0  # rows of the busiest rank's experts over the mean
+    output: str = "table"  # table | json
+    show: bool = False  # draw the schedule: as text here, as a picture into a file
+    out: str | None = None  # the picture's file, an .svg; null: with show, named after the schedule, in the current folder
+    search: bool = False  # rank the layouts that fit the cluster by tokens per second

@@ -6,6 +6,7 @@ import re
 from dstrain.config.errors import InputError
 from dstrain.config.schema import (
     BatchConfig,
+    ClusterConfig,
     DataConfig,
     ExportConfig,
     GenerateConfig,
@@ -37,6 +38,7 @@ LARGEST_COUNT = 2**16  # of heads and experts
 MOST_LAYERS = 4096
 LARGEST_BATCH = 2**20  # sequences, whose tokens of one step lie in memory
 LARGEST_PLAN = 2**16  # ranks times micro-batches of a schedule that is drawn
+LARGEST_CLUSTER = 2**20  # GPUs
 NAME_BYTES = 200  # a file system's 255, less what is put before or after the name
 
 
@@ -56,7 +58,6 @@ def validate(
         return config
     if isinstance(config, PlanConfig):
         _plan(config)
-        return config
     if isinstance(config, PrepareConfig):
         _prepare(config)
         return config
@@ -347,11 +348,36 @@ def _export(config: ExportConfig) -> None:
 
 
 def _plan(config: PlanConfig) -> None:
+    """What a plan has beyond a training run."""
     ranks, micro_batches = config.parallel.pp, config.batch.micro_batches
     _from_to("parallel.pp", ranks, 1, LARGEST_PLAN)
-    _from_to("batch.micro_batches", micro_batches, 1, LARGEST_PLAN // ranks)
+    if micro_batches is not None:
+        _from_to("batch.micro_batches", micro_batches, 1, LARGEST_PLAN // ranks)
     if config.out is not None and not (config.out.endswith(".svg") and "\0" not in config.out):
         raise InputError(f"out={config.out}: must be null or the path of an .svg file")
+    _one_of("output", config.output, ("table", "json"))
+    _from_to("expert_load", config.expert_load, 1, config.model.n_routed_experts)
+    if config.phases is not None:
+        _given("phases", config.phases, "null, a file of configs/phases or a path")
+    if config.cluster is not None:
+        _cluster(config.cluster)
+
+
+def _cluster(cluster: ClusterConfig) -> None:
+    _from_to("cluster.gpus", cluster.gpus, 1, LARGEST_CLUSTER)
+    _from_to("cluster.gpus_per_node", cluster.gpus_per_node, 1, LARGEST_CLUSTER)
+    for key in ("memory_gib", "bf16_tflops", "memory_gbps", "node_gbps", "network_gbps"):
+        _positive(f"cluster.{key}", getattr(cluster, key))
+    for key in ("bf16_achieved", "fp8_achieved", "attention_achieved"):
+        share = getattr(cluster, key)
+        if not 0 < share <= 1:
+            raise InputError(f"cluster.{key}={share}: must be above 0 and at most 1, a share of the peak")
+    if cluster.fp8_tflops is not None:
+        _positive("cluster.fp8_tflops", cluster.fp8_tflops)
+    if not 0 <= cluster.reserved_gib < cluster.memory_gib:
+        raise InputError(f"cluster.reserved_gib={cluster.reserved_gib}: must be at least 0 and below "
+                         f"cluster.memory_gib={cluster.memory_gib}")
+    _at_least("cluster.price_per_hour", cluster.price_per_hour, 0)
 
 
 def _prepare(config: PrepareConfig) -> None:

@@ -56,16 +56,22 @@ def _label(action: Action) -> str:
     return f"{'b' if action.split else action.kind}{(action.forward or action.backward).micro_batch}"
 
 
-def draw_svg(schedule: Schedule) -> str:
-    """The schedule as an SVG document, by the same times. Pointing at an action names it."""
-    line = simulate(schedule)
-    unit = 8 + 7 * len(str(schedule.micro_batches - 1))  # pixels: the shortest action holds its number
+def draw_svg(schedule: Schedule, line: Timeline | None = None) -> str:
+    """The schedule as an SVG document. Pointing at an action names it.
+
+    line: when its actions run, in seconds; None: as simulated, in forwards of one stage.
+    """
+    timed, line = line is not None, line or simulate(schedule)
+    # pixels: the shortest action holds its number; in a timeline of seconds the shortest may be tiny, so the mean one
+    digits = 8 + 7 * len(str(schedule.micro_batches - 1))
+    spans = [e - s for starts, ends in zip(line.start, line.end, strict=True) for s, e in zip(starts, ends, strict=True)]
+    unit = digits * len(spans) / max(sum(spans), 1e-12) if timed else digits
     width, bottom = LEFT + unit * line.makespan + 20, TOP + schedule.ranks * (ROW + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 920):.0f}" height="{bottom + 48}" '
         f'font-family="sans-serif" font-size="11" fill="{INK}">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="15">{escape(title(schedule, line))}</text>',
+        f'<text x="{LEFT}" y="22" font-size="15">{escape(title(schedule, line))}{" seconds" * timed}</text>',
         *_legend(schedule),
     ]
     for rank, actions in enumerate(schedule.actions):
@@ -76,7 +82,7 @@ def draw_svg(schedule: Schedule) -> str:
             x, wide = LEFT + unit * start, unit * (end - start)
             words = escape(f"{action}, {start:g} to {end:g}")
             parts.append(f"<g><title>{words}</title>{_action(action, stages, x, y, wide)}</g>")
-    return "\n".join([*parts, *_axis(line.makespan, unit, bottom), "</svg>"]) + "\n"
+    return "\n".join([*parts, *_axis(line.makespan, unit, bottom, timed), "</svg>"]) + "\n"
 
 
 def title(schedule: Schedule, line: Timeline) -> str:
@@ -126,12 +132,13 @@ def _legend(schedule: Schedule) -> list[str]:
     return parts
 
 
-def _axis(makespan: float, unit: int, bottom: int) -> list[str]:
+def _axis(makespan: float, unit: float, bottom: int, timed: bool) -> list[str]:
     parts = [f'<path d="M{LEFT} {bottom}H{LEFT + unit * makespan:.1f}" stroke="{INK}"/>']
-    for time in range(0, int(makespan) + 1, 5):
+    step = 1 if timed else 5
+    for time in range(0, int(makespan) + 1, step):
         x = LEFT + unit * time
         parts.append(f'<path d="M{x} {bottom}v5" stroke="{INK}"/>'
                      f'<text x="{x}" y="{bottom + 17}" text-anchor="middle">{time}</text>')
-    words = "time, in forwards of one stage; the number is the micro-batch"
+    words = f"time, in {'seconds' if timed else 'forwards of one stage'}; the number is the micro-batch"
     parts.append(f'<text x="{LEFT}" y="{bottom + 36}">{words}</text>')
     return parts

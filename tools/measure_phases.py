@@ -6,8 +6,8 @@
 Takes the overrides of `dstrain plan`, which say how the run is laid out on the ranks. `ranks=N` starts N processes here;
 under torchrun or Slurm they are there already. `steps=N` optimizer steps are measured (default 5) after two to warm up,
 on random tokens. Written are medians over the steps and ranks of a phase's time per MoE layer and micro-batch. A phase's
-time is its own: what it waits for a communication counts for that communication, its weight gradients for W. On a GPU the
-device is waited for around every phase, so nothing overlaps and steps are slower than in training.
+time is its own: what it waits for a communication counts for that communication, its weight gradients for W. On a GPU
+the device is waited for around every phase, so nothing overlaps and steps are slower than in training.
 
 The last line is JSON: the measured step, and the step that a plan predicts from the file.
 """
@@ -148,7 +148,8 @@ def measure(overrides: list[str], steps: int) -> tuple[dict[str, float], float] 
     mark(clock)
     model, optimizer = build_state(config, precision, device, layout.replicas)
     initialise(model, optimizer, config.run.seed)
-    stepper = Stepper(config, model, optimizer, layout.dispatcher(device, precision.compute), RandomTokens(config), layout)
+    dispatcher = layout.dispatcher(device, precision.compute)
+    stepper = Stepper(config, model, optimizer, dispatcher, RandomTokens(config), layout)
     state, rows, seconds = RunState(), [], []
     for step in range(WARM_UP + steps):
         clock.seconds.clear()
@@ -174,7 +175,8 @@ def _passes(name: str) -> str:
 
 class RandomTokens:
     def __init__(self, config):
-        self.vocab, self.width = config.model.vocab_size, config.data.sequence_length + 1 + config.model.num_nextn_predict_layers
+        self.vocab = config.model.vocab_size
+        self.width = config.data.sequence_length + 1 + config.model.num_nextn_predict_layers
 
     def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(0, self.vocab, (count, self.width), generator=torch.Generator().manual_seed(first))
@@ -196,7 +198,8 @@ def start_ranks(ranks: int, overrides: list[str], steps: int) -> tuple[dict[str,
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    processes = [context.Process(target=_rank, args=(rank, ranks, port, overrides, steps, sender)) for rank in range(ranks)]
+    processes = [context.Process(target=_rank, args=(rank, ranks, port, overrides, steps, sender))
+                 for rank in range(ranks)]
     for process in processes:
         process.start()
     try:

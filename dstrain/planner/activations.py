@@ -75,7 +75,7 @@ def experts_bytes(job: Job, is_moe: bool) -> float:
 
 
 def waiting_bytes(job: Job, unit: Unit) -> float:
-    """What a split backward leaves for the weight gradients: the products' inputs and the gradients of their outputs."""
+    """What a split backward leaves for weight gradients: the products' inputs, the gradients of their outputs."""
     model, c = job.config.model, job.formats.compute
     each = job.formats.tiles if job.formats.fp8 else c
     if unit.kind in ("embed", "head"):
@@ -92,5 +92,6 @@ def waiting_bytes(job: Job, unit: Unit) -> float:
     if unit.layer(model) < model.first_k_dense_replace:
         total += job.tokens * each * (2 * hidden + 3 * model.intermediate_size)
     else:
-        total += (job.rows * (2 * hidden + 3 * inner) + job.tokens * (2 * hidden + 3 * model.n_shared_experts * inner)) * each
+        routed, shared = 2 * hidden + 3 * inner, 2 * hidden + 3 * model.n_shared_experts * inner
+        total += (job.rows * routed + job.tokens * shared) * each
     return total + (3 * hidden * c * job.tokens if unit.kind == "mtp" else 0)

@@ -64,8 +64,8 @@ def draw_svg(schedule: Schedule, line: Timeline | None = None) -> str:
     timed, line = line is not None, line or simulate(schedule)
     # pixels: the shortest action holds its number; in a timeline of seconds the shortest may be tiny, so the mean one
     digits = 8 + 7 * len(str(schedule.micro_batches - 1))
-    spans = [e - s for starts, ends in zip(line.start, line.end, strict=True) for s, e in zip(starts, ends, strict=True)]
-    unit = digits * len(spans) / max(sum(spans), 1e-12) if timed else digits
+    busy, count = line.makespan * schedule.ranks - sum(line.idle()), sum(map(len, schedule.actions))
+    unit = digits * count / max(busy, 1e-12) if timed else digits
     width, bottom = LEFT + unit * line.makespan + 20, TOP + schedule.ranks * (ROW + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 920):.0f}" height="{bottom + 48}" '

@@ -57,7 +57,8 @@ def _groups(model: ModelConfig, ep: int) -> Counter:
     key = repr(model), ep
     if key not in _counted:
         with torch.device("meta"):
-            whole = Model(model, torch.bfloat16, replace(Share.whole(model), experts=range(model.n_routed_experts // ep)))
+            share = replace(Share.whole(model), experts=range(model.n_routed_experts // ep))
+            whole = Model(model, torch.bfloat16, share)
         first: dict[tuple, str] = {}
         counts: Counter = Counter()
         for name, weight in whole.named_parameters():

@@ -1,4 +1,4 @@
-"""`dstrain plan`: what a run needs, how long it takes and what it costs; a schedule by itself; the layouts that work."""
+"""`dstrain plan`: what a run needs, how long it takes, what it costs; a schedule by itself; the layouts that work."""
 
 import json
 import shutil
@@ -75,7 +75,9 @@ def nearest_layouts(config: PlanConfig, factors: dict[str, float]) -> str:
 
     found, _ = search.search(replace(config, parallel=replace(asked, stages=None)), factors)
     nearest = sorted(found, key=distance)[:2]
-    return f"; nearest that work: {'; or '.join(one.overrides() for one in nearest)}" if nearest else "; no layout works"
+    if not nearest:
+        return "; no layout works"
+    return f"; nearest that work: {'; or '.join(one.overrides() for one in nearest)}"
 
 
 def show_schedule(config: PlanConfig) -> int:

@@ -45,8 +45,10 @@ def state_bytes(job: Job, held: list[Held]) -> tuple[float, float, float]:
     """Weights, gradients, optimizer (masters and moments of the part that a rank updates)."""
     formats = job.formats
     weights = sum(one.numel * (one.itemsize + (2 * (1 + 4 / 128**2) if one.quantized else 0)) for one in held)
-    optimizer = sum(one.numel / len(one.ranks) * ((formats.main if one.itemsize < formats.main else 0) + formats.moments)
-                    for one in held)
+    optimizer = 0.0
+    for one in held:
+        master = formats.main if one.itemsize < formats.main else 0
+        optimizer += one.numel / len(one.ranks) * (master + formats.moments)
     return weights, formats.main * sum(one.numel for one in held), optimizer
 
 
@@ -75,7 +77,7 @@ def _alive_at_once(name: str, ranks: int, micro_batches: int) -> list[list[Alive
 
 
 def _alive(actions: list[Action], stages: list[int]) -> list[Alive]:
-    """Along a rank's list: for each of its stages how many forwards, and split backwards, are alive; each state once."""
+    """Along a rank's list: the forwards and split backwards of each stage that are alive; the largest states."""
     forwards, waiting = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     found = set()
     for action in actions:
@@ -96,7 +98,7 @@ def _covers(other: Alive, one: Alive) -> bool:
 
 
 def working_bytes(job: Job, units: list[Unit]) -> float:
-    """What one pass works on beside what is kept: a block's gradients, and all it keeps where it is recomputed; logits."""
+    """What one pass works on beside what is kept: a block's gradients, all of it where it is recomputed; logits."""
     model = job.config.model
     blocks = [unit for unit in units if unit.kind in ("block", "mtp")]
     again = job.config.parallel.recompute == "block"

@@ -61,7 +61,8 @@ class Plan:
                 each = self.times.pair(first, last).seconds + self.times.pair(last, first).seconds
                 alone = replace(alone, FB=each / 2)
             shared = 2 if name == "dualpipe" else 1  # each of its two stages sees half of the micro-batches
-            costs.append(each / shared * self.job.micro_batches(self.job.config.batch.sequences) + bubble(name, pp, alone))
+            count = self.job.micro_batches(self.job.config.batch.sequences)
+            costs.append(each / shared * count + bubble(name, pp, alone))
         return max(costs)
 
     @property

@@ -18,7 +18,8 @@ def as_json(plan: Plan, run: Run) -> dict:
                      "schedule": job.config.parallel.schedule, "recompute": job.config.parallel.recompute,
                      "stages": [len(units) for units in job.layout.partition.stages]},
         "micro_batches": plan.schedule.micro_batches,
-        "parameters": {"main": counts.main, "per_mtp": counts.per_mtp, "total": counts.total, "activated": counts.activated},
+        "parameters": {"main": counts.main, "per_mtp": counts.per_mtp, "total": counts.total,
+                       "activated": counts.activated},
         "memory_gib": plan.memory[plan.worst].gib(),
         "memory_rank": plan.worst,
         "memory_gib_by_pipeline_rank": [memory.gib()["total"] for memory in plan.memory],
@@ -60,16 +61,21 @@ def lines(plan: Plan, run: Run) -> list[str]:
     out += [f"  {seconds:10.3f} s  {seconds / found['step_seconds']:6.1%}  {part.replace('_', ' ')}"
             for part, seconds in found["step_parts"].items()]
     if plan.step.pair:
-        out.append(f"pair         {found['pair_ms']:.1f} ms, {found['hidden_fraction']:.1%} of its communication hidden")
-    out.append("phases       " + ", ".join(f"{name} {time:.2f}" for name, time in found["phase_ms"].items()) + " ms a MoE layer")
-    out += ["sent         GiB a step and GPU, the most of any: " + ", ".join(
-        f"{what} {links['slow'] + links['fast']:.1f} ({links['slow']:.1f} between nodes)" for what, links in found["sent_gib"].items())]
+        hidden = found["hidden_fraction"]
+        out.append(f"pair         {found['pair_ms']:.1f} ms, {hidden:.1%} of its communication hidden")
+    times = ", ".join(f"{name} {time:.2f}" for name, time in found["phase_ms"].items())
+    sent = ", ".join(f"{what} {links['slow'] + links['fast']:.1f} ({links['slow']:.1f} between nodes)"
+                     for what, links in found["sent_gib"].items())
+    speed, hours = found["tokens_per_second_per_gpu"], found["gpu_hours_per_trillion_tokens"]
     out += [
-        f"speed        {found['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, mfu {found['mfu']:.1%} of the BF16 peak, "
-        f"{found['gpu_hours_per_trillion_tokens']:,.0f} GPU hours per trillion tokens",
-        f"run          {run.tokens:,.0f} tokens, {run.steps:,} steps, {found['run']['days']:,.1f} days: {run.gpu_hours:,.0f} "
-        f"GPU hours, price {run.price:,.0f}",
+        f"phases       {times} ms a MoE layer",
+        f"sent         GiB a step and GPU, the most of any: {sent}",
+        f"speed        {speed:,.0f} tokens/s/GPU, mfu {found['mfu']:.1%} of the BF16 peak, "
+        f"{hours:,.0f} GPU hours per trillion tokens",
+        f"run          {run.tokens:,.0f} tokens, {run.steps:,} steps, {found['run']['days']:,.1f} days: "
+        f"{run.gpu_hours:,.0f} GPU hours, price {run.price:,.0f}",
     ]
     if run.ramp_tokens:
-        out.append(f"             of them {run.ramp_gpu_hours:,.0f} GPU hours on the way up the batch ramp, {run.ramp_tokens:,.0f} tokens")
+        out.append(f"             of them {run.ramp_gpu_hours:,.0f} GPU hours on the way up the batch ramp, "
+                   f"{run.ramp_tokens:,.0f} tokens")
     return [*out, "", *job.layout.partition.lines()]

@@ -60,7 +60,8 @@ class Found:
             return f"memory, by {self.plan.over / GIB:.1f} GiB"
         parts = {name: seconds for name, seconds in self.plan.step.parts.items() if name != "compute"}
         worst = max(parts, key=parts.get)
-        return f"{worst.replace('_', ' ')} {parts[worst] / self.plan.step.seconds:.0%}, {-self.plan.over / GIB:.1f} GiB left"
+        share = parts[worst] / self.plan.step.seconds
+        return f"{worst.replace('_', ' ')} {share:.0%}, {-self.plan.over / GIB:.1f} GiB left"
 
 
 def candidates(config: PlanConfig) -> Iterator[PlanConfig]:
@@ -70,10 +71,9 @@ def candidates(config: PlanConfig) -> Iterator[PlanConfig]:
             for schedule in SCHEDULES if pp > 1 else ("1f1b",):
                 for micro in MICRO:
                     for recompute in ("none", "block"):
-                        yield replace(
-                            config, batch=replace(config.batch, micro_sequences=micro),
-                            parallel=replace(config.parallel, pp=pp, ep=ep, schedule=schedule, recompute=recompute, stages=None),
-                        )
+                        parallel = replace(config.parallel, pp=pp, ep=ep, schedule=schedule, recompute=recompute)
+                        yield replace(config, batch=replace(config.batch, micro_sequences=micro),
+                                      parallel=replace(parallel, stages=None))
 
 
 def search(config: PlanConfig, factors: Factors) -> tuple[list[Found], Counter]:
@@ -133,6 +133,7 @@ def lines(found: list[Found], dropped: Counter, most: int = 15) -> list[str]:
     out = [f"{len(found)} layouts, the fastest that fit; tokens/s/GPU, step, memory GiB, what binds, and the keys:"]
     for one in found[:most]:
         memory = one.plan.memory[one.plan.worst].gib()["total"]
-        out.append(f"{one.speed:8,.0f}  {one.plan.step.seconds:8.2f} s  {memory:6.1f}  {one.binds():<52}{one.overrides()}")
+        seconds = one.plan.step.seconds
+        out.append(f"{one.speed:8,.0f}  {seconds:8.2f} s  {memory:6.1f}  {one.binds():<52}{one.overrides()}")
     total = sum(dropped.values())
     return [*out, f"dropped {total}: " + ", ".join(f"{count} {why}" for why, count in dropped.most_common())]

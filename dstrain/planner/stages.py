@@ -130,7 +130,7 @@ class _Search:
 
 
 def _unit_bytes(job: Job, units: list[Unit], held: list[list[Held]]) -> tuple[list[float], tuple[float, float]]:
-    """Weights, gradients and optimizer of every unit's own; and of the embedding and the projection onto the vocabulary."""
+    """Weights, gradients and optimizer of every unit of its own; and of embedding and projection."""
     found: dict[str, float] = {}
     for of_rank in held:
         groups: dict[str, list[Held]] = {}

@@ -29,7 +29,8 @@ class StageDurations(Durations):
     known: dict[tuple, float] = field(default_factory=dict)  # by kind and stages: a step has many alike
 
     def of(self, action: Action) -> float:
-        key = (action.kind, action.split, action.forward and action.forward.stage, action.backward and action.backward.stage)
+        stages = (work and work.stage for work in (action.forward, action.backward))
+        key = (action.kind, action.split, *stages)
         if key not in self.known:
             self.known[key] = self._of(action)
         return self.known[key]

@@ -1,6 +1,7 @@
 """tools/measure_phases.py: a phase's time is its own, and what the tool writes is what `dstrain plan` reads."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +28,11 @@ def test_two_ranks_give_a_file_that_predicts_their_step(tmp_path):
     """Every phase that the run has is there. The prediction's error is the README's to say; here only its size."""
     out = tmp_path / "mine.yaml"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "measure_phases.py"), f"out={out}", "ranks=2", "steps=2", "cluster=cpu_2cores",
-         "model=tiny", "precision=fp32", "run.device=cpu", "parallel.ep=2", "batch.sequences=4", "batch.micro_sequences=1",
-         "data.sequence_length=64"],
-        capture_output=True, text=True, timeout=300, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": "/usr/bin"},
+        [sys.executable, str(ROOT / "tools" / "measure_phases.py"), f"out={out}", "ranks=2", "steps=2",
+         "cluster=cpu_2cores", "model=tiny", "precision=fp32", "run.device=cpu", "parallel.ep=2", "batch.sequences=4",
+         "batch.micro_sequences=1", "data.sequence_length=64"],
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     names = yaml.safe_load(out.read_text())["milliseconds"]

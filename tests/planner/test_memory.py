@@ -46,7 +46,8 @@ def test_weights_gradients_and_optimizer_of_every_pipeline_rank(layout, precisio
     mesh = job.layout.mesh
     for pp_rank, held in enumerate(holdings(job)):
         rank = Layout(config, mesh.world_size, pp_rank * mesh.dp, 8)
-        _, optimizer = build_state(config, resolve_precision(precision, torch.device("cpu")), torch.device("cpu"), rank.replicas)
+        chosen = resolve_precision(precision, torch.device("cpu"))
+        _, optimizer = build_state(config, chosen, torch.device("cpu"), rank.replicas)
         weights = sum(bucket.weights.nbytes for bucket in optimizer.buckets)
         gradients = sum(bucket.grads.nbytes for bucket in optimizer.buckets)
         state = sum(s.exp_avg.nbytes + s.exp_avg_sq.nbytes + (s.master.nbytes if s.has_master else 0)
@@ -88,7 +89,8 @@ def kept_by_a_chunk(config, units) -> int:
         hidden = torch.randn(len(tokens), length, config.model.hidden_size, dtype=model.dtype)
 
     def run(one):
-        chunk = Chunk(PassJob(model, batch, LocalDispatcher(), sums, weights, config.parallel.recompute == "block"), units)
+        recompute = config.parallel.recompute == "block"
+        chunk = Chunk(PassJob(model, batch, LocalDispatcher(), sums, weights, recompute), units)
         return chunk, chunk.forward(one)
 
     run(hidden)  # what is made once, such as quantised weights, is there now
@@ -119,7 +121,8 @@ def test_activations_of_a_chunk(units, more):
     config = compose("plan", [*SMALL, "cluster.gpus=1", *more])[0]
     job = Job.of(config)
     planned = sum(kept_bytes(job, unit) for unit in UNITS[units])
-    assert planned == pytest.approx(kept_by_a_chunk(config, UNITS[units]), rel=0.1)
+    counted = kept_by_a_chunk(config, UNITS[units])
+    assert planned == pytest.approx(counted, rel=0.04 if "recompute" in more[-1] else 0.02)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("zb1p", 5), ("dualpipe", 6), ("dualpipev", 3)])

@@ -130,7 +130,8 @@ def test_schedule_is_short_for_parallel_schedule():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["parallel.pp=5", *EIGHT[1:]], "parallel.pp=5: schedule dualpipe needs an even number of ranks; nearest valid: 4 or 6"),
+        (["parallel.pp=5", *EIGHT[1:]],
+         "parallel.pp=5: schedule dualpipe needs an even number of ranks; nearest valid: 4 or 6"),
         ([*EIGHT, "batch.micro_batches=15"], "nearest valid: 16"),
         ([*EIGHT, "batch.micro_batches=17"], "nearest valid: 16 or 18"),
         (["schedule=dualpip"], "parallel.schedule=dualpip: must be one of 1f1b, zb1p, dualpipe, dualpipev"),

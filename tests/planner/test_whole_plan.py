@@ -8,7 +8,7 @@ import pytest
 from dstrain.cli import main
 from dstrain.config.compose import compose
 from dstrain.config.errors import InputError
-from dstrain.model.unit import list_units
+from dstrain.model.unit import Unit, list_units
 from dstrain.planner import search
 from dstrain.planner.job import Job
 from dstrain.planner.measured import load_factors
@@ -107,6 +107,14 @@ def test_run_follows_the_ramp():
     assert run.steps == steps and run.gpu_hours == pytest.approx(seconds / 3600)
 
 
+def test_backward_of_a_pair_begins_with_the_last_block():
+    """Beside one MoE forward: the backward of a stage's last block, where that is a MoE block both hide each other."""
+    times = make(*V3, STAGES, "phases=h800_v3").times
+    dense, moe = Unit("block", 0), Unit("block", 9)
+    beside, behind = (times.pair(times.stage([moe]), times.stage(units)) for units in ([dense, moe], [moe, dense]))
+    assert beside.seconds < behind.seconds and beside.hidden > behind.hidden
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_fastest_partition_is_the_best_of_all(schedule):
     """Against every partition of the units, on few ranks: the slowest rank's time a micro-batch."""
@@ -129,7 +137,8 @@ def test_fastest_partition_is_the_best_of_all(schedule):
 def test_fastest_partition_keeps_the_memory():
     plan = make(*TINY, "cluster.gpus=4", "parallel.pp=4", "parallel.schedule=1f1b", "cluster.reserved_gib=0")
     free = fastest_stages(plan.job, plan.times, plan.held)
-    totals = [memory.total for memory in make(*TINY, "cluster.gpus=4", "parallel.pp=4", f"parallel.stages={free}").memory]
+    fast = make(*TINY, "cluster.gpus=4", "parallel.pp=4", f"parallel.stages={free}")
+    totals = [memory.total for memory in fast.memory]
     limit = (min(totals) + 3 * max(totals)) / 4 / GIB
     tight = make(*TINY, "cluster.gpus=4", "parallel.pp=4", "cluster.reserved_gib=0", f"cluster.memory_gib={limit}")
     counts = fastest_stages(tight.job, tight.times, tight.held)
@@ -147,7 +156,8 @@ def test_search_finds_only_what_can_run_and_says_why_not():
     for one in found:
         again = make(*TINY, "cluster.gpus=4", *(text.strip("'") for text in one.overrides().split()))
         assert again.tokens_per_second_per_gpu == pytest.approx(one.speed) and again.over <= 0
-    assert sum(dropped.values()) + len([one for one in found if one.stages is None]) <= len(list(search.candidates(config)))
+    own = [one for one in found if one.stages is None]
+    assert sum(dropped.values()) + len(own) <= len(list(search.candidates(config)))
 
 
 def test_layout_that_does_not_fit_is_printed_and_then_one_line(capsys):

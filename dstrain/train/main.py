@@ -132,6 +132,7 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
     final = trainer.run()
     report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
     job.end(layout.mesh.host_group)
+    folder.release()
     world.end()
     return 0
 

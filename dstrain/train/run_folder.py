@@ -24,6 +24,10 @@ class RunFolder:
         except OSError:
             raise InputError(f"run folder {path} is in use by another process; wait for it or choose another run.name") from None
 
+    def release(self) -> None:
+        """Another process, or another run of this one, may hold the folder now."""
+        self._lock.close()
+
     def clear_status(self) -> None:
         """Called once the run really starts: a refused start has done nothing to it, a killed one leaves no status."""
         (self.path / "status.json").unlink(missing_ok=True)
@@ -44,6 +48,9 @@ class FollowedFolder:
 
     def __init__(self, path: Path):
         self.path = path
+
+    def release(self) -> None:
+        pass
 
     def clear_status(self) -> None:
         pass

@@ -13,9 +13,10 @@ pieces are taken from both ends at once: a state is what is left in the middle, 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from dstrain.config.errors import InputError
 from dstrain.config.schema import ModelConfig
@@ -152,26 +153,12 @@ class _Search:
         add(value so far, cost of the group's first stage, of its second, parameters) -> value with this group; it
         must not fall where the value so far rises.
         """
-        levels = [{(0, self.n): (0.0, None)}]
-        for group in range(self.groups):
+        def steps(group: int, i: int, j: int):
             left = self.groups - 1 - group
-            reached: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}
-            for (i, j), (value, _) in levels[-1].items():
-                for middle, a, b, size in self._pieces(i, j, left, most_rank, most_stage, room):
-                    new = add(value, a, b, size)
-                    if middle not in reached or new < reached[middle][0]:
-                        reached[middle] = new, (i, j)
-            levels.append(reached)
-        if not levels[-1]:
-            return None
-        state = min(levels[-1], key=lambda state: levels[-1][state][0])
-        value, front, back = levels[-1][state][0], [], []
-        for level in reversed(levels[1:]):
-            before = level[state][1]
-            front.insert(0, state[0] - before[0])
-            back.append(before[1] - state[1])
-            state = before
-        return value, front + (back if self.arms == 2 else [])
+            for middle, *costs in self._pieces(i, j, left, most_rank, most_stage, room):
+                yield middle, costs
+
+        return best_pieces(self.n, self.groups, self.arms, steps, lambda value, costs: add(value, *costs))
 
     def _pieces(self, i: int, j: int, left: int, most_rank: float, most_stage: float, room: float):
         """Every way for a group to take its pieces from the middle i … j-1 that the limits and `left` groups allow.
@@ -196,6 +183,40 @@ class _Search:
                 if size > room:
                     break
                 yield (i_end, start), a, b, size
+
+
+def best_pieces(
+    n: int,
+    groups: int,
+    arms: int,
+    steps: Callable[[int, int, int], Iterable[tuple[tuple[int, int], Any]]],
+    add: Callable[[float, Any], float],
+) -> tuple[float, list[int]] | None:
+    """The least value of cutting n units into pieces for `groups` groups, and the units per piece; None: no way.
+
+    Each group takes one piece (`arms` 1) or two from the ends of what is left. steps(group, i, j) gives every way to take
+    them from units i … j-1: the new middle and what it costs. add(value so far, cost) must not fall where the former
+    rises.
+    """
+    levels: list[dict] = [{(0, n): (0.0, None)}]
+    for group in range(groups):
+        reached: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}
+        for (i, j), (value, _) in levels[-1].items():
+            for middle, cost in steps(group, i, j):
+                new = add(value, cost)
+                if middle not in reached or new < reached[middle][0]:
+                    reached[middle] = new, (i, j)
+        levels.append(reached)
+    if not levels[-1]:
+        return None
+    state = min(levels[-1], key=lambda state: levels[-1][state][0])
+    value, front, back = levels[-1][state][0], [], []
+    for level in reversed(levels[1:]):
+        before = level[state][1]
+        front.insert(0, state[0] - before[0])
+        back.append(before[1] - state[1])
+        state = before
+    return value, front + (back if arms == 2 else [])
 
 
 def _too_few(config: ModelConfig, schedule_name: str, ranks: int, stages: int, units: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from dstrain.model.unit import Unit, list_units
+from dstrain.parallel.partition import best_pieces
 from dstrain.planner.activations import kept_bytes, waiting_bytes
 from dstrain.planner.holdings import Held
 from dstrain.planner.job import Job
@@ -65,25 +66,11 @@ class _Search:
 
     def run(self, limit: float, add: Callable[[float, float], float]) -> tuple[float, list[int]] | None:
         """The least value of a partition whose ranks cost at most `limit` each, and its units per stage."""
-        levels: list[dict] = [{(0, self.n): (0.0, None)}]
-        for group in range(self.groups):
-            left, reached = (self.groups - 1 - group) * self.arms, {}
-            for (i, j), (value, _) in levels[-1].items():
-                for middle, cost in self._steps(group, i, j, left, limit):
-                    new = add(value, cost)
-                    if middle not in reached or new < reached[middle][0]:
-                        reached[middle] = new, (i, j)
-            levels.append(reached)
-        if not levels[-1]:
-            return None
-        state = min(levels[-1], key=lambda state: levels[-1][state][0])
-        value, front, back = levels[-1][state][0], [], []
-        for level in reversed(levels[1:]):
-            before = level[state][1]
-            front.insert(0, state[0] - before[0])
-            back.append(before[1] - state[1])
-            state = before
-        return value, front + (back if self.arms == 2 else [])
+
+        def steps(group: int, i: int, j: int):
+            return self._steps(group, i, j, (self.groups - 1 - group) * self.arms, limit)
+
+        return best_pieces(self.n, self.groups, self.arms, steps, add)
 
     def _steps(self, group: int, i: int, j: int, left: int, limit: float):
         """Every way for a group to take its pieces from units i … j-1: the new middle and the rank's cost.

@@ -51,8 +51,12 @@ def _over_ranks(function: Callable[..., int], overrides: list[str]) -> int:
 
     try:
         world = World.start()
-        agree(world, {"the command line": tuple(overrides), **versions()})
-        return function(*world.first(lambda: compose("train", overrides, _adopt)), world)
+        try:
+            agree(world, {"the command line": tuple(overrides), **versions()})
+            return function(*world.first(lambda: compose("train", overrides, _adopt)), world)
+        except (InputError, StoppedElsewhere):
+            world.end()  # else gloo's threads may abort the process at its exit, with another exit code than 2
+            raise
     except CommunicationError as failure:
         print(f"dstrain: rank {os.environ.get('RANK')} on {platform.node()}: {failure}", file=sys.stderr)
         return 1

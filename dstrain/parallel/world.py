@@ -131,7 +131,7 @@ class World:
 
     def end(self) -> None:
         """Leave the group. After a failure the process just exits: others may be gone already."""
-        if self.size > 1:
+        if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 

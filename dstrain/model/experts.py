@@ -8,7 +8,7 @@ from torch import nn
 from dstrain.config.schema import ModelConfig
 from dstrain.model.router import Router
 from dstrain.precision.fp8_gemm import GemmBackend
-from dstrain.precision.linear import GroupedLinear, Linear, grouped_linears, linears, swiglu_again
+from dstrain.precision.linear import GroupedLinear, Linear, grouped_mlp, mlp
 
 
 class MLP(nn.Module):
@@ -16,15 +16,13 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, fp8: GemmBackend | None = None):
         super().__init__()
-        self.fp8 = fp8
         self.gate_proj = Linear(hidden_size, intermediate_size, dtype, fp8)
         self.up_proj = Linear(hidden_size, intermediate_size, dtype, fp8)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, fp8)
 
     def forward(self, x: torch.Tensor, again: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
         """x [..., hidden] -> [..., hidden]. again: what computes x once more, where it need not be kept."""
-        gate, up = linears(x, self.gate_proj, self.up_proj, again=again)
-        return self.down_proj(*swiglu_again(gate, up, None, self.fp8))
+        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, again)
 
 
 class Experts(nn.Module):
@@ -34,7 +32,6 @@ class Experts(nn.Module):
         self, experts: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype, fp8: GemmBackend | None = None
     ):
         super().__init__()
-        self.fp8 = fp8
         self.gate_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype, fp8)
         self.up_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype, fp8)
         self.down_proj = GroupedLinear(experts, intermediate_size, hidden_size, dtype, fp8)
@@ -44,9 +41,7 @@ class Experts(nn.Module):
 
         The weight multiplies SwiGLU's output, before the down projection.
         """
-        gate, up = grouped_linears(rows, offsets, self.gate_proj, self.up_proj)
-        swiglu, again = swiglu_again(gate, up, row_weights, self.fp8)
-        return self.down_proj(swiglu, offsets, again)
+        return grouped_mlp(rows, row_weights, offsets, self.gate_proj, self.up_proj, self.down_proj)
 
 
 class MoE(nn.Module):

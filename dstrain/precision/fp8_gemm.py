@@ -19,6 +19,9 @@ import torch
 
 from dstrain.config.errors import InputError
 from dstrain.precision import e5m6, fp8_blocks, fp8_tiles
+from dstrain.precision.pointwise import (
+    swiglu_backward, swiglu_forward, weighted_swiglu_backward, weighted_swiglu_forward,
+)
 
 
 class Scaled(NamedTuple):
@@ -108,6 +111,34 @@ class GemmBackend:
     def dequantize_weight(self, weight: Scaled, dtype: torch.dtype) -> torch.Tensor:
         """The first that `quantize_weight` gives -> [..., out, in] in `dtype`."""
         return fp8_blocks.dequantize_blocks(*weight, dtype)
+
+    # Between the products of an MLP ----------------------------------------------------------------------------
+
+    def swiglu(
+        self, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor | None, keep: bool
+    ) -> tuple[Scaled, tuple[Scaled, Scaled] | None]:
+        """gate, up [rows, n] BF16; weight FP32 [rows], a factor of each row, or None.
+
+        -> silu(gate) · up · weight as the down projection takes it; with `keep`, gate and up in 1x128 tiles.
+        """
+        out = swiglu_forward(gate, up) if weight is None else weighted_swiglu_forward(gate, up, weight)
+        return self.quantize_operand(out), (self.quantize_rows(gate), self.quantize_rows(up)) if keep else None
+
+    def swiglu_backward(
+        self, grad: torch.Tensor, gate: Scaled, up: Scaled, weight: torch.Tensor | None, offsets: torch.Tensor | None
+    ) -> tuple[Scaled, tuple[Scaled, Scaled], tuple[Scaled, Scaled], torch.Tensor | None]:
+        """grad [rows, n] of what `swiglu` gave; gate, up as it kept them.
+
+        -> the output again, for the down projection's Wgrad; d gate and d up, each as Dgrad and as Wgrad take it; the
+        gradient of weight.
+        """
+        wide, grad_weight = [self.dequantize_rows(x, grad.dtype) for x in (gate, up)], None
+        if weight is None:
+            out, grads = swiglu_forward(*wide), swiglu_backward(grad, *wide)
+        else:
+            out = weighted_swiglu_forward(*wide, weight)
+            *grads, grad_weight = weighted_swiglu_backward(grad, *wide, weight)
+        return self.quantize_columns(out, offsets), *(self.quantize_both(x, offsets) for x in grads), grad_weight
 
 
 # Backends by name: module and class. A module is imported only when it is chosen, so a missing package stops nobody else.

@@ -4,7 +4,7 @@
     Wgrad  dW += dyᵀ x: both in 128x1 tiles; x from what was kept of it, which is one of
 
         1x128 E4M3 tiles, dequantised and requantised            (the rule)
-        nothing: x is computed again from what is kept anyway    (the output of a norm, of SwiGLU)
+        nothing: x is computed again from what is kept anyway    (the output of a norm)
         E5M6                                                     (the input of the Linear after attention)
 
 No BF16 input waits for backward. Weights are quantised once and used until they change.
@@ -18,9 +18,6 @@ from torch import nn
 
 from dstrain.precision.fp8_gemm import GemmBackend, Scaled
 from dstrain.precision.main_grad import now_or_deferred
-from dstrain.precision.pointwise import (
-    swiglu_backward, swiglu_forward, weighted_swiglu_backward, weighted_swiglu_forward,
-)
 
 
 class Kept(Protocol):
@@ -66,23 +63,30 @@ def fp8_linear(
     x [..., in] BF16; weights [out, in], or with offsets (int32 [experts], the ends of the experts' rows) [experts, out, in].
     again: computes x [rows, in] once more in backward; e5m6: x is kept so.
     """
-    x_2d = x.detach().reshape(-1, x.shape[-1])
-    kept: Kept | None = None
-    if torch.is_grad_enabled() and again is None and not e5m6:
-        tiles = backend.quantize_rows(x_2d)
-        kept = KeptTiles(tiles)
-    else:
-        tiles = backend.quantize_operand(x_2d)
-        if torch.is_grad_enabled():
-            kept = ComputedAgain(again) if again is not None else KeptE5M6(*backend.quantize_e5m6(x_2d), x.shape[-1])
+    tiles, kept = keep(x, backend, again, e5m6)
     return _Fp8Linear.apply(x, tiles, kept, backend, offsets, *weights)
+
+
+def keep(
+    x: torch.Tensor, backend: GemmBackend, again: Callable[[], torch.Tensor] | None = None, e5m6: bool = False
+) -> tuple[Scaled, Kept | None]:
+    """x [..., cols] as Fprop takes it, and what waits for backward of it; None where there will be none."""
+    x = x.detach().reshape(-1, x.shape[-1])
+    if not torch.is_grad_enabled():
+        return backend.quantize_operand(x), None
+    if again is not None:
+        return backend.quantize_operand(x), ComputedAgain(again)
+    if e5m6:
+        return backend.quantize_operand(x), KeptE5M6(*backend.quantize_e5m6(x), x.shape[-1])
+    tiles = backend.quantize_rows(x)
+    return tiles, KeptTiles(tiles)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, tiles, kept, backend, offsets, *weights):
         ctx.kept, ctx.backend, ctx.offsets, ctx.weights, ctx.dtype = kept, backend, offsets, weights, x.dtype
-        outputs = (_product(backend, tiles, kept_weight(weight, backend)[0], offsets, x.dtype) for weight in weights)
+        outputs = (product(backend, tiles, kept_weight(weight, backend)[0], offsets, x.dtype) for weight in weights)
         return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
 
     @staticmethod
@@ -95,64 +99,32 @@ class _Fp8Linear(torch.autograd.Function):
             rows, columns = backend.quantize_both(grad.reshape(-1, grad.shape[-1]), offsets)
             grad_columns.append(columns)
             if ctx.needs_input_grad[0]:
-                part = _product(backend, rows, kept_weight(weight, backend)[1], offsets, ctx.dtype)
+                part = product(backend, rows, kept_weight(weight, backend)[1], offsets, ctx.dtype)
                 grad_x = part if grad_x is None else grad_x + part
 
         def weight_gradients():
             x_columns = kept.columns(backend, offsets)
             for columns, weight in zip(grad_columns, weights):
-                if offsets is None:
-                    backend.accumulate(columns, x_columns, weight.main_grad)
-                else:
-                    backend.grouped_accumulate(columns, x_columns, offsets, weight.main_grad)
+                accumulate(backend, columns, x_columns, offsets, weight.main_grad)
 
         now_or_deferred(weight_gradients)
         grad_x = grad_x if grad_x is None else grad_x.view(*shape, grad_x.shape[-1])
         return grad_x, *(None for _ in range(4 + len(weights)))
 
 
-def _product(backend, a, b, offsets, dtype):
+def product(
+    backend: GemmBackend, a: Scaled, b: Scaled, offsets: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     return backend.matmul(a, b, dtype) if offsets is None else backend.grouped_matmul(a, b, offsets, dtype)
 
 
-def fp8_swiglu(
-    gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor | None, backend: GemmBackend
-) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """`pointwise.swiglu` whose inputs are kept in FP8. -> its output, and what computes that again from them."""
-    kept = KeptSwiGLU(gate, up, weight, backend)
-    return _Fp8SwiGLU.apply(gate, up, weight, kept), kept.output
-
-
-class KeptSwiGLU:
-    """SwiGLU's inputs as 1x128 tiles."""
-
-    def __init__(self, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor | None, backend: GemmBackend):
-        self.backend, self.shape, self.dtype = backend, gate.shape, gate.dtype
-        self.weight = None if weight is None else weight.detach()
-        if torch.is_grad_enabled():
-            self.tiles = [backend.quantize_rows(x.detach().reshape(-1, x.shape[-1])) for x in (gate, up)]
-
-    def inputs(self) -> list[torch.Tensor]:
-        """gate, up [rows, n] and the weight, if there is one."""
-        wide = [self.backend.dequantize_rows(x, self.dtype) for x in self.tiles]
-        return wide if self.weight is None else [*wide, self.weight]
-
-    def output(self) -> torch.Tensor:
-        return (swiglu_forward if self.weight is None else weighted_swiglu_forward)(*self.inputs())
-
-
-class _Fp8SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up, weight, kept):
-        ctx.kept = kept
-        return swiglu_forward(gate, up) if weight is None else weighted_swiglu_forward(gate, up, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        kept = ctx.kept
-        backward = swiglu_backward if kept.weight is None else weighted_swiglu_backward
-        grad_gate, grad_up, *grad_weight = backward(grad.reshape(-1, grad.shape[-1]), *kept.inputs())
-        return grad_gate.view(kept.shape), grad_up.view(kept.shape), *(grad_weight or [None]), None
+def accumulate(
+    backend: GemmBackend, a: Scaled, b: Scaled, offsets: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    if offsets is None:
+        backend.accumulate(a, b, out)
+    else:
+        backend.grouped_accumulate(a, b, offsets, out)
 
 
 _writes_unseen = 0

@@ -12,7 +12,8 @@ from torch import nn
 
 from dstrain.precision import gemm
 from dstrain.precision.fp8_gemm import GemmBackend
-from dstrain.precision.fp8_linear import fp8_linear, fp8_swiglu, kept_weight
+from dstrain.precision.fp8_ffn import fp8_ffn
+from dstrain.precision.fp8_linear import fp8_linear, kept_weight
 from dstrain.precision.main_grad import now_or_deferred
 from dstrain.precision.pointwise import swiglu
 
@@ -70,27 +71,31 @@ class GroupedLinear(nn.Module):
         self.fp8 = fp8
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, dtype=dtype))
 
-    def forward(
-        self, rows: torch.Tensor, offsets: torch.Tensor, again: Callable[[], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """rows [n, in_features] sorted by expert, offsets int32 [experts] their ends -> [n, out_features]."""
         if self.fp8 is not None:
-            return fp8_linear(rows, [self.weight], self.fp8, offsets, again)[0]
+            return fp8_linear(rows, [self.weight], self.fp8, offsets)[0]
         return _GroupedLinear.apply(rows, self.weight, offsets)
 
 
-def grouped_linears(rows: torch.Tensor, offsets: torch.Tensor, *layers: GroupedLinear) -> tuple[torch.Tensor, ...]:
-    """The same rows through several grouped Linears; FP8 quantises and keeps them once."""
-    if layers[0].fp8 is not None:
-        return fp8_linear(rows, [layer.weight for layer in layers], layers[0].fp8, offsets)
-    return tuple(layer(rows, offsets) for layer in layers)
+def mlp(
+    x: torch.Tensor, gate: Linear, up: Linear, down: Linear, again: Callable[[], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """x [..., hidden] -> down(silu(gate(x)) · up(x)). again: what computes x once more, where FP8 need not keep it."""
+    if gate.fp8 is not None:
+        return fp8_ffn(x, gate.weight, up.weight, down.weight, gate.fp8, again=again)
+    return down(swiglu(gate(x), up(x)))
 
 
-def swiglu_again(
-    gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor | None, fp8: GemmBackend | None
-) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
-    """`pointwise.swiglu`, and the `again` for the Linear that takes its output."""
-    return (swiglu(gate, up, weight), None) if fp8 is None else fp8_swiglu(gate, up, weight, fp8)
+def grouped_mlp(
+    rows: torch.Tensor, row_weights: torch.Tensor, offsets: torch.Tensor,
+    gate: GroupedLinear, up: GroupedLinear, down: GroupedLinear,
+) -> torch.Tensor:
+    """rows [n, hidden] sorted by expert, offsets int32 [experts] their ends, row_weights [n] in at least FP32 ->
+    down(silu(gate(rows)) · up(rows) · row_weights)."""
+    if gate.fp8 is not None:
+        return fp8_ffn(rows, gate.weight, up.weight, down.weight, gate.fp8, row_weights, offsets)
+    return down(swiglu(gate(rows, offsets), up(rows, offsets), row_weights), offsets)
 
 
 class Embedding(nn.Module):

@@ -8,7 +8,7 @@ from helpers import compiled_kernels
 from dstrain.precision import e5m6, fp8_blocks, fp8_tiles
 from dstrain.precision.fp8_gemm import backend
 from dstrain.precision.fp8_linear import fp8_linear, kept_weight, weights_were_written
-from dstrain.precision.linear import GroupedLinear, Linear, grouped_linears, linears, swiglu_again
+from dstrain.precision.linear import GroupedLinear, Linear, grouped_mlp, linears, mlp
 from dstrain.precision.main_grad import WeightGradQueue, attach_main_grads, deferred
 
 CPU = torch.device("cpu")
@@ -163,43 +163,117 @@ def test_what_is_kept_of_the_input_decides_what_wgrad_takes(fp8):
 
 
 def test_put_off_weight_gradients_arrive_when_their_chunk_is_popped(fp8):
-    layers = [make(GroupedLinear(2, 130, 64, torch.bfloat16, fp8)) for _ in range(2)]
-    offsets, x, dy = torch.tensor([3, 9], dtype=torch.int32), randn(9, 130), randn(9, 64, seed=2)
+    gate, up = (make(GroupedLinear(2, 130, 64, torch.bfloat16, fp8)) for _ in range(2))
+    down = make(GroupedLinear(2, 64, 130, torch.bfloat16, fp8))
+    layers = gate, up, down
+    offsets, x, dy = torch.tensor([3, 9], dtype=torch.int32), randn(9, 130), randn(9, 130, seed=2)
     expected = []
     for queue in (None, WeightGradQueue()):
         for layer in layers:
             layer.weight.main_grad.zero_()
-        outputs = grouped_linears(x.clone().requires_grad_(), offsets, *layers)
+        output = grouped_mlp(x.clone().requires_grad_(), torch.ones(9), offsets, *layers)
         if queue is None:
-            torch.autograd.backward(outputs, [dy, dy])
+            output.backward(dy)
             expected = [layer.weight.main_grad.clone() for layer in layers]
             continue
         with deferred(queue):
-            torch.autograd.backward(outputs, [dy, dy])
+            output.backward(dy)
         assert not any(layer.weight.main_grad.any() for layer in layers)
         queue.pop()
-    assert all(torch.equal(layer.weight.main_grad, grad) for layer, grad in zip(layers, expected))
+    assert all(grad.any() and torch.equal(layer.weight.main_grad, grad) for layer, grad in zip(layers, expected))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_swiglu_backward_and_its_second_output_come_from_the_quantised_inputs(fp8, weighted):
-    gate, up = randn(9, 140), randn(9, 140, seed=2)
+    gate, up, grad, p = randn(9, 140), randn(9, 140, seed=2), randn(9, 140, seed=4), fp8.power_of_two
     weight = torch.rand(9, generator=torch.Generator().manual_seed(3)) if weighted else None
-    grad = randn(9, 140, seed=4)
-    inputs = [t.clone().requires_grad_() for t in (gate, up, weight) if t is not None]
-    out, again = swiglu_again(*inputs[:2], inputs[2] if weighted else None, fp8)
-    out.backward(grad)
-    factor = weight.double().unsqueeze(-1) if weighted else 1
-    exact = F.silu(gate.double()) * up.double() * factor
-    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)  # forward sees the unquantised
-    p = fp8.power_of_two
-    wide = [fp8_tiles.dequantize_rows(*fp8_tiles.quantize_rows(t, p), torch.bfloat16).double().requires_grad_() for t in (gate, up)]
+    out, inputs = fp8.swiglu(gate, up, weight, keep=True)
+    exact = F.silu(gate.double()) * up.double() * (weight.double().unsqueeze(-1) if weighted else 1)
+    close(fp8._rows(out, torch.float32), quantised(exact.bfloat16(), p))  # forward sees the unquantised
+    wide = [quantised(t, p).bfloat16().double().requires_grad_() for t in (gate, up)]
     row = weight.double().requires_grad_() if weighted else None
     kept = F.silu(wide[0]) * wide[1] * (row.unsqueeze(-1) if weighted else 1)
-    torch.testing.assert_close(again().double(), kept, rtol=2**-8, atol=1e-6)
     expected = torch.autograd.grad(kept, [*wide, *([row] if weighted else [])], grad.double())
-    for mine, theirs in zip(inputs, expected):
-        torch.testing.assert_close(mine.grad.double(), theirs, rtol=2**-7, atol=1e-5)
+    again, *grads, grad_weight = fp8.swiglu_backward(grad, *inputs, weight, None)
+    close(fp8._columns(again, None, torch.float32), quantised(kept.detach().bfloat16(), p, "columns"))
+    for (rows, columns), theirs in zip(grads, expected):
+        close(fp8._rows(rows, torch.float32), quantised(theirs.bfloat16(), p))
+        close(fp8._columns(columns, None, torch.float32), quantised(theirs.bfloat16(), p, "columns"))
+    assert (grad_weight is None) != weighted
+    if weighted:
+        torch.testing.assert_close(grad_weight.double(), expected[2], rtol=2**-7, atol=1e-5)
+
+
+def quantised(x, power_of_two, way="rows"):
+    """x [rows, cols] -> E4M3 and back in float64; of columns [cols, rows]."""
+    if way == "rows":
+        return fp8_tiles.dequantize_rows(*fp8_tiles.quantize_rows(x, power_of_two), torch.float32).double()
+    columns = fp8_tiles.quantize_columns(x, None, power_of_two)
+    return fp8_tiles.dequantize_columns(*columns, None, torch.float32).double()
+
+
+def close(mine, theirs):
+    """Equal but for what the last bit of BF16 moves: codes by a step, and with FP32 scales a whole tile by 2^-8.
+
+    E4M3 itself is 2.6 % of the norm away."""
+    assert mine.shape == theirs.shape
+    assert (mine.double() - theirs).norm() <= 2e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("kind", ["dense", "again", "experts"])
+def test_an_mlp_equals_float64_products_of_the_quantised_operands(fp8, kind):
+    """Every product of forward and backward computed in float64 from operands quantised by the definitions; what lies
+    between is rounded to BF16 where the compute type is. Leaving one quantisation out is visibly farther away."""
+    p, experts, rows = fp8.power_of_two, (2 if kind == "experts" else 1), 140
+    ends = [50, rows] if experts == 2 else [rows]
+    make_layer = lambda n, m: make(GroupedLinear(2, n, m, torch.bfloat16, fp8) if experts == 2 else Linear(n, m, torch.bfloat16, fp8))
+    layers = make_layer(200, 130), make_layer(200, 130), make_layer(130, 200)
+    with torch.no_grad():
+        layers[1].weight.mul_(3).add_(0.01)
+    x, dy = randn(rows, 200, scale=3).requires_grad_(), randn(rows, 200, seed=2)
+    factor = torch.rand(rows, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    if kind == "experts":
+        out = grouped_mlp(x, factor, torch.tensor(ends, dtype=torch.int32), *layers)
+    else:
+        out = mlp(x, *layers, again=(lambda: x.detach()) if kind == "again" else None)
+    out.backward(dy)
+
+    def reference(quantise_swiglu=True):
+        results, begin = [[], [], []], 0
+        grads = [torch.zeros(layer.weight.shape, dtype=torch.float64).view(experts, *layer.weight.shape[-2:]) for layer in layers]
+        for expert, end in enumerate(ends):
+            part, grad = x.detach()[begin:end], dy[begin:end]
+            row = factor.detach()[begin:end].double().unsqueeze(-1) if kind == "experts" else 1.0
+            wg, wu, wd = (
+                fp8_blocks.dequantize_blocks(
+                    *fp8_blocks.quantize_blocks(layer.weight.detach().view(experts, *layer.weight.shape[-2:])[expert], p), torch.float32
+                ).double() for layer in layers
+            )
+            g, u = ((quantised(part, p) @ w.t()).bfloat16() for w in (wg, wu))
+            a = (F.silu(g.double()) * u.double() * row).bfloat16()
+            y = (quantised(a, p) if quantise_swiglu else a.double()) @ wd.t()
+            kept = [quantised(t, p).bfloat16().double().requires_grad_() for t in (g, u)]
+            silu = F.silu(kept[0]) * kept[1]
+            da = (quantised(grad, p) @ wd).bfloat16().double()
+            dg, du = (t.bfloat16() for t in torch.autograd.grad(silu, kept, da * row))
+            dx = ((quantised(dg, p) @ wg).bfloat16() + (quantised(du, p) @ wu).bfloat16()).double()
+            x_columns = quantised(part if kind == "again" else quantised(part, p).float(), p, "columns")
+            grads[2][expert] = quantised(grad, p, "columns") @ quantised((silu.detach() * row).bfloat16(), p, "columns").t()
+            grads[0][expert], grads[1][expert] = (quantised(t, p, "columns") @ x_columns.t() for t in (dg, du))
+            for list_, value in zip(results, (y, dx, (silu.detach() * da).sum(-1))):
+                list_.append(value)
+            begin = end
+        return [torch.cat(list_) for list_ in results], grads
+
+    (y, dx, dfactor), grads = reference()
+    mine = [out.detach(), x.grad, *(layer.weight.main_grad.view_as(grad) for layer, grad in zip(layers, grads))]
+    expected = [y, dx, *grads]
+    if kind == "experts":
+        mine, expected = [*mine, factor.grad], [*expected, dfactor]
+    for value, right in zip(mine, expected, strict=True):
+        assert (value.double() - right).norm() <= (4e-3 if p else 1.5e-2) * right.norm()  # see `close`
+    unquantised = reference(quantise_swiglu=False)[0][0]
+    assert (out.detach().double() - unquantised).norm() > 1e-2 * unquantised.norm()
 
 
 def test_a_weight_is_quantised_once_until_it_changes_whoever_changes_it(fp8):

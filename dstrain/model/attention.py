@@ -10,7 +10,6 @@ In FP8 training only the results of W_DQ and of [W_DKV; W_KR] are kept, and o as
 run again in backward.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from dstrain.config.schema import ModelConfig
 from dstrain.model.attention_core import attention_core, attention_core_backward
 from dstrain.model.rope import Rotary, softmax_scale
 from dstrain.precision.fp8_gemm import GemmBackend
-from dstrain.precision.linear import Linear, linears
+from dstrain.precision.linear import Linear, normed_linears
 from dstrain.precision.pointwise import RMSNorm
 from dstrain.precision.policy import at_least_fp32
 
@@ -73,18 +72,14 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * config.v_head_dim, hidden, dtype, fp8)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        context: AttentionContext,
-        cache: LatentCache | None = None,
-        again: Callable[[], torch.Tensor] | None = None,
+        self, hidden: torch.Tensor, norm: RMSNorm, context: AttentionContext, cache: LatentCache | None = None
     ) -> torch.Tensor:
-        """x [B, L, hidden] (normalised) -> [B, L, hidden]. again: what computes x [B·L, hidden] once more in backward."""
+        """hidden [B, L, hidden], norm the block's, which comes before -> [B, L, hidden]."""
         first = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
-        q_down, kv_down = linears(x, first, self.kv_a_proj_with_mqa, again=again)
+        q_down, kv_down = normed_linears(hidden, norm, first, self.kv_a_proj_with_mqa, again=True)
         if cache is not None:
             latent, rope_key = self._latent(kv_down, context.rotary)
-            cache.append(latent, rope_key, context.lengths)
+            cache.append(self.kv_a_layernorm(latent), rope_key, context.lengths)
             out = self._attend_absorbed(*self._query(q_down, context.rotary), cache, context.lengths)
         elif self.fp8 is not None:
             out = _AttendAgain.apply(self, context, q_down, kv_down)
@@ -95,16 +90,18 @@ class Attention(nn.Module):
 
     def _query(self, q_down, rotary):
         """-> the parts without and with position, [B, L, H, qk_nope] and [B, L, H, qk_rope]."""
-        q = q_down if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(q_down))
+        q = q_down
+        if self.config.q_lora_rank is not None:
+            (q,) = normed_linears(q_down, self.q_a_layernorm, self.q_b_proj)
         q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split(
             [self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1
         )
         return q_nope, rotary.rotate(q_rope)
 
     def _latent(self, kv_down, rotary):
-        """-> the normalised latent [B, L, kv_lora_rank] and the rotated key [B, L, qk_rope]."""
+        """-> the latent [B, L, kv_lora_rank], before its norm, and the rotated key [B, L, qk_rope]."""
         latent, rope_key = kv_down.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
-        return self.kv_a_layernorm(latent), rotary.rotate(rope_key.unsqueeze(-2)).squeeze(-2)
+        return latent, rotary.rotate(rope_key.unsqueeze(-2)).squeeze(-2)
 
     def heads_of(
         self, q_down: torch.Tensor, kv_down: torch.Tensor, rotary: Rotary
@@ -112,7 +109,8 @@ class Attention(nn.Module):
         """From the down-projections [B, L, ·] to every head's q, k [B, H, L, qk_head_dim] and v [B, H, L, v_head_dim]."""
         q_nope, q_rope = self._query(q_down, rotary)
         latent, rope_key = self._latent(kv_down, rotary)
-        k_nope, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split(
+        (kv,) = normed_linears(latent, self.kv_a_layernorm, self.kv_b_proj)
+        k_nope, v = kv.unflatten(-1, (self.heads, -1)).split(
             [self.config.qk_nope_head_dim, self.config.v_head_dim], dim=-1
         )
         # Joined in the layout [B, H, L, d] that attention works in.

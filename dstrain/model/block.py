@@ -90,8 +90,7 @@ class Block(nn.Module):
 
         Last, in FP8, what computes x [B·L, hidden] once more: nobody keeps the output of a norm.
         """
-        again = self.input_layernorm.again(hidden) if self.fp8 is not None else None
-        residual = hidden + self.self_attn(self.input_layernorm(hidden), context, cache, again)
+        residual = hidden + self.self_attn(hidden, self.input_layernorm, context, cache)
         again = self.post_attention_layernorm.again(residual) if self.fp8 is not None else None
         return residual, self.post_attention_layernorm(residual), again
 

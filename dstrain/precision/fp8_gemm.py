@@ -20,7 +20,7 @@ import torch
 from dstrain.config.errors import InputError
 from dstrain.precision import e5m6, fp8_blocks, fp8_tiles
 from dstrain.precision.pointwise import (
-    swiglu_backward, swiglu_forward, weighted_swiglu_backward, weighted_swiglu_forward,
+    rms_norm_forward, swiglu_backward, swiglu_forward, weighted_swiglu_backward, weighted_swiglu_forward,
 )
 
 
@@ -112,7 +112,12 @@ class GemmBackend:
         """The first that `quantize_weight` gives -> [..., out, in] in `dtype`."""
         return fp8_blocks.dequantize_blocks(*weight, dtype)
 
-    # Between the products of an MLP ----------------------------------------------------------------------------
+    # Between products ------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool) -> tuple[Scaled, torch.Tensor]:
+        """x [rows, n] -> x / rms · weight as Fprop takes it, with `keep` in 1x128 tiles; 1 / rms FP32 [rows, 1]."""
+        y, inverse_rms = rms_norm_forward(x, weight, eps)
+        return (self.quantize_rows if keep else self.quantize_operand)(y), inverse_rms
 
     def swiglu(
         self, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor | None, keep: bool

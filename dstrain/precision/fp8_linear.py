@@ -18,6 +18,7 @@ from torch import nn
 
 from dstrain.precision.fp8_gemm import GemmBackend, Scaled
 from dstrain.precision.main_grad import now_or_deferred
+from dstrain.precision.pointwise import RMSNorm, rms_norm_backward
 
 
 class Kept(Protocol):
@@ -51,20 +52,12 @@ class ComputedAgain(NamedTuple):
 
 
 def fp8_linear(
-    x: torch.Tensor,
-    weights: Sequence[nn.Parameter],
-    backend: GemmBackend,
-    offsets: torch.Tensor | None = None,
-    again: Callable[[], torch.Tensor] | None = None,
-    e5m6: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """One input through one or more Linears, quantised and kept once. -> an output [..., out] for each weight.
-
-    x [..., in] BF16; weights [out, in], or with offsets (int32 [experts], the ends of the experts' rows) [experts, out, in].
-    again: computes x [rows, in] once more in backward; e5m6: x is kept so.
-    """
-    tiles, kept = keep(x, backend, again, e5m6)
-    return _Fp8Linear.apply(x, tiles, kept, backend, offsets, *weights)
+    x: torch.Tensor, weight: nn.Parameter, backend: GemmBackend, offsets: torch.Tensor | None = None, e5m6: bool = False
+) -> torch.Tensor:
+    """x [..., in] BF16; weight [out, in], or with offsets (int32 [experts], the ends of the experts' rows)
+    [experts, out, in] -> [..., out]. e5m6: how x is kept."""
+    tiles, kept = keep(x, backend, e5m6=e5m6)
+    return _Fp8Linear.apply(x, tiles, kept, backend, offsets, weight)
 
 
 def keep(
@@ -82,34 +75,71 @@ def keep(
     return tiles, KeptTiles(tiles)
 
 
+def fp8_normed_linear(
+    x: torch.Tensor, norm: RMSNorm, weights: Sequence[nn.Parameter], backend: GemmBackend, again: bool
+) -> tuple[torch.Tensor, ...]:
+    """norm(x) through one or more Linears, quantised and kept once. -> an output [..., out] for each weight [out, in].
+
+    x [..., in]. again: the norm is computed once more in backward; else its output is kept in tiles. No pass over memory
+    writes that output where the backend's norm quantises.
+    """
+    x_2d = x.detach().reshape(-1, x.shape[-1])
+    tiles, inverse_rms = backend.rms_norm(x_2d, norm.weight.detach(), norm.eps, keep=torch.is_grad_enabled() and not again)
+    kept = ComputedAgain(norm.again(x)) if again else KeptTiles(tiles)
+    return _Fp8NormedLinear.apply(x, norm.weight, inverse_rms, tiles, kept, backend, *weights)
+
+
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, tiles, kept, backend, offsets, *weights):
-        ctx.kept, ctx.backend, ctx.offsets, ctx.weights, ctx.dtype = kept, backend, offsets, weights, x.dtype
-        outputs = (product(backend, tiles, kept_weight(weight, backend)[0], offsets, x.dtype) for weight in weights)
-        return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
+    def forward(ctx, x, tiles, kept, backend, offsets, weight):
+        (output,) = _forward(ctx, x, tiles, kept, backend, offsets, (weight,))
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _backward(ctx, (grad,), ctx.needs_input_grad[0]), None, None, None, None, None
+
+
+class _Fp8NormedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norm_weight, inverse_rms, tiles, kept, backend, *weights):
+        ctx.save_for_backward(x, norm_weight, inverse_rms)
+        return tuple(_forward(ctx, x, tiles, kept, backend, None, weights))
 
     @staticmethod
     def backward(ctx, *grads):
-        backend, offsets, weights, kept = ctx.backend, ctx.offsets, ctx.weights, ctx.kept
-        ctx.kept = None  # from here on the closure's
-        shape = grads[0].shape[:-1]
-        grad_x, grad_columns = None, []
-        for grad, weight in zip(grads, weights):
-            rows, columns = backend.quantize_both(grad.reshape(-1, grad.shape[-1]), offsets)
-            grad_columns.append(columns)
-            if ctx.needs_input_grad[0]:
-                part = product(backend, rows, kept_weight(weight, backend)[1], offsets, ctx.dtype)
-                grad_x = part if grad_x is None else grad_x + part
+        x, norm_weight, inverse_rms = ctx.saved_tensors
+        grad, rows = _backward(ctx, grads, wanted=True), (-1, x.shape[-1])
+        grad_x, grad_norm = rms_norm_backward(grad.reshape(rows), x.reshape(rows), norm_weight, inverse_rms)
+        return grad_x.view(x.shape), grad_norm, *(None for _ in range(4 + len(ctx.weights)))
 
-        def weight_gradients():
-            x_columns = kept.columns(backend, offsets)
-            for columns, weight in zip(grad_columns, weights):
-                accumulate(backend, columns, x_columns, offsets, weight.main_grad)
 
-        now_or_deferred(weight_gradients)
-        grad_x = grad_x if grad_x is None else grad_x.view(*shape, grad_x.shape[-1])
-        return grad_x, *(None for _ in range(4 + len(weights)))
+def _forward(ctx, x, tiles, kept, backend, offsets, weights):
+    ctx.kept, ctx.backend, ctx.offsets, ctx.weights, ctx.dtype = kept, backend, offsets, weights, x.dtype
+    outputs = (product(backend, tiles, kept_weight(weight, backend)[0], offsets, x.dtype) for weight in weights)
+    return [output.view(*x.shape[:-1], output.shape[-1]) for output in outputs]
+
+
+def _backward(ctx, grads, wanted):
+    """Weight gradients now or deferred; -> if it is wanted, the gradient of what was quantised."""
+    backend, offsets, weights, kept = ctx.backend, ctx.offsets, ctx.weights, ctx.kept
+    ctx.kept = None  # from here on the closure's
+    shape = grads[0].shape[:-1]
+    grad_x, grad_columns = None, []
+    for grad, weight in zip(grads, weights):
+        rows, columns = backend.quantize_both(grad.reshape(-1, grad.shape[-1]), offsets)
+        grad_columns.append(columns)
+        if wanted:
+            part = product(backend, rows, kept_weight(weight, backend)[1], offsets, ctx.dtype)
+            grad_x = part if grad_x is None else grad_x + part
+
+    def weight_gradients():
+        x_columns = kept.columns(backend, offsets)
+        for columns, weight in zip(grad_columns, weights):
+            accumulate(backend, columns, x_columns, offsets, weight.main_grad)
+
+    now_or_deferred(weight_gradients)
+    return grad_x if grad_x is None else grad_x.view(*shape, grad_x.shape[-1])
 
 
 def product(

@@ -13,9 +13,9 @@ from torch import nn
 from dstrain.precision import gemm
 from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.fp8_ffn import fp8_ffn
-from dstrain.precision.fp8_linear import fp8_linear, kept_weight
+from dstrain.precision.fp8_linear import fp8_linear, fp8_normed_linear, kept_weight
 from dstrain.precision.main_grad import now_or_deferred
-from dstrain.precision.pointwise import swiglu
+from dstrain.precision.pointwise import RMSNorm, swiglu
 
 
 class Linear(nn.Module):
@@ -26,13 +26,10 @@ class Linear(nn.Module):
         self.fp8 = fp8
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
 
-    def forward(self, x: torch.Tensor, again: Callable[[], torch.Tensor] | None = None, e5m6: bool = False) -> torch.Tensor:
-        """x [..., in_features] of the weight's type -> [..., out_features].
-
-        again, e5m6: how FP8 keeps x for backward, see `fp8_linear`; other formats keep x itself.
-        """
+    def forward(self, x: torch.Tensor, e5m6: bool = False) -> torch.Tensor:
+        """x [..., in_features] of the weight's type -> [..., out_features]. e5m6: how FP8 keeps x for backward."""
         if self.fp8 is not None:
-            return fp8_linear(x, [self.weight], self.fp8, again=again, e5m6=e5m6)[0]
+            return fp8_linear(x, self.weight, self.fp8, e5m6=e5m6)
         return linear(x, self.weight)
 
     def dense_weight(self) -> torch.Tensor:
@@ -52,12 +49,11 @@ def linear(
     return _Linear.apply(x, weight, again)
 
 
-def linears(
-    x: torch.Tensor, *layers: Linear, again: Callable[[], torch.Tensor] | None = None
-) -> tuple[torch.Tensor, ...]:
-    """One input through several Linears; FP8 quantises and keeps it once."""
+def normed_linears(x: torch.Tensor, norm: RMSNorm, *layers: Linear, again: bool = False) -> tuple[torch.Tensor, ...]:
+    """norm(x) through one or more Linears; FP8 quantises it once, and with `again` keeps x alone for backward."""
     if layers[0].fp8 is not None:
-        return fp8_linear(x, [layer.weight for layer in layers], layers[0].fp8, again=again)
+        return fp8_normed_linear(x, norm, [layer.weight for layer in layers], layers[0].fp8, again)
+    x = norm(x)
     return tuple(layer(x) for layer in layers)
 
 
@@ -74,7 +70,7 @@ class GroupedLinear(nn.Module):
     def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """rows [n, in_features] sorted by expert, offsets int32 [experts] their ends -> [n, out_features]."""
         if self.fp8 is not None:
-            return fp8_linear(rows, [self.weight], self.fp8, offsets)[0]
+            return fp8_linear(rows, self.weight, self.fp8, offsets)
         return _GroupedLinear.apply(rows, self.weight, offsets)
 
 

@@ -19,7 +19,8 @@ from dstrain.precision.backends import deep_gemm, requirements, torch_scaled_mm,
 from dstrain.precision.backends.emulated import Emulated
 from dstrain.precision.fp8_gemm import BACKENDS, Scaled
 from dstrain.precision.fp8_ffn import fp8_ffn
-from dstrain.precision.fp8_linear import fp8_linear
+from dstrain.precision.fp8_linear import fp8_linear, fp8_normed_linear
+from dstrain.precision.pointwise import RMSNorm
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in multiply")  # the largest numbers, rounded up
@@ -268,7 +269,7 @@ def test_columns_of_experts_in_the_definitions_layout_are_taken_too(chosen):
     assert torch.equal(mine, plain) and plain[0].any() and not plain[1].any() and plain[2].any()
 
 
-@pytest.mark.parametrize("keep", ["tiles", "e5m6", "again"])
+@pytest.mark.parametrize("keep", ["tiles", "e5m6"])
 @pytest.mark.parametrize("counts", [None, [30, 0, 17]], ids=str)
 def test_a_linear_on_any_backend_is_the_emulated_one(chosen, counts, keep):
     """Outputs, input gradients and weight gradients, whatever of the input is kept; the same roundings, other sums."""
@@ -281,12 +282,25 @@ def test_a_linear_on_any_backend_is_the_emulated_one(chosen, counts, keep):
         weight = torch.nn.Parameter(random(*(() if counts is None else (3,)), 24, 144, seed=2).bfloat16())
         weight.main_grad = torch.zeros(weight.shape)
         inputs = x.clone().requires_grad_()
-        again = (lambda: x) if keep == "again" else None
-        (out,) = fp8_linear(inputs, [weight], backend, offsets, again=again, e5m6=keep == "e5m6")
+        out = fp8_linear(inputs, weight, backend, offsets, e5m6=keep == "e5m6")
         out.backward(dy)
         results.append((out.detach(), inputs.grad, weight.main_grad))
     for mine, emulated, tolerance in zip(*results[::-1], (2.0**-7, 2.0**-7, 1e-5)):
         close(mine, emulated.double(), tolerance)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_norm_and_its_linear_on_any_backend_are_the_emulated_ones(chosen, again):
+    x, dy, results = random(47, 144, seed=0).bfloat16(), random(47, 24, seed=1).bfloat16(), []
+    for backend in (Emulated(), chosen):
+        weight, norm = torch.nn.Parameter(random(24, 144, seed=2).bfloat16()), RMSNorm(144, 1e-6, torch.bfloat16)
+        weight.main_grad, norm.weight.data = torch.zeros(weight.shape), 1 + 0.1 * random(144, seed=3)
+        inputs = x.clone().requires_grad_()
+        (out,) = fp8_normed_linear(inputs, norm, [weight], backend, again)
+        out.backward(dy)
+        results.append((out.detach(), inputs.grad, weight.main_grad, norm.weight.grad))
+    for mine, emulated in zip(*results[::-1], strict=True):
+        assert (mine.double() - emulated.double()).norm() <= 3e-3 * emulated.double().norm()
 
 
 @pytest.mark.parametrize("counts", [None, [30, 0, 17]], ids=str)

@@ -7,9 +7,10 @@ from helpers import compiled_kernels
 
 from dstrain.precision import e5m6, fp8_blocks, fp8_tiles
 from dstrain.precision.fp8_gemm import backend
-from dstrain.precision.fp8_linear import fp8_linear, kept_weight, weights_were_written
-from dstrain.precision.linear import GroupedLinear, Linear, grouped_mlp, linears, mlp
+from dstrain.precision.fp8_linear import fp8_linear, fp8_normed_linear, kept_weight, weights_were_written
+from dstrain.precision.linear import GroupedLinear, Linear, grouped_mlp, mlp, normed_linears
 from dstrain.precision.main_grad import WeightGradQueue, attach_main_grads, deferred
+from dstrain.precision.pointwise import RMSNorm
 
 CPU = torch.device("cpu")
 COUNTS = [[128, 130, 65], [0, 1, 0, 127], [0, 0, 0, 0]]
@@ -122,44 +123,63 @@ def test_a_non_finite_number_is_seen_in_every_product_that_it_enters(fp8, where,
         assert result.isnan().any() == (where in factors)
 
 
-def test_two_weights_share_one_input_as_if_each_had_its_own(fp8):
-    """The input's gradient is the sum; values are those of two separate Linears."""
+@pytest.mark.parametrize("again", [False, True])
+def test_a_norm_and_two_weights_are_as_if_each_had_its_own_input(fp8, again):
+    """Values are those of the norm by itself and two separate Linears; the gradients of its output are summed."""
     layers = [make(Linear(140, size, torch.bfloat16, fp8)) for size in (96, 130)]
-    x, dys = randn(7, 140), [randn(7, 96, seed=2), randn(7, 130, seed=3)]
+    norm = RMSNorm(140, 1e-6, torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.1 * randn(140, seed=5).float())
+    x, dys = randn(7, 2, 140, scale=3), [randn(7, 2, 96, seed=2), randn(7, 2, 130, seed=3)]
     together = x.clone().requires_grad_()
-    outputs = linears(together, *layers)
+    outputs = normed_linears(together, norm, *layers, again=again)
     torch.autograd.backward(outputs, dys)
-    weight_grads = [layer.weight.main_grad.clone() for layer in layers]
-    grad = None
+    weight_grads, norm_grad = [layer.weight.main_grad.clone() for layer in layers], norm.weight.grad
+    grad, norm.weight.grad, apart = None, None, x.clone().requires_grad_()
+    normed = norm(apart)
     for layer, output, dy, weight_grad in zip(layers, outputs, dys, weight_grads):
-        alone = x.clone().requires_grad_()
+        alone = normed.detach().requires_grad_()
         layer.weight.main_grad.zero_()
         out = layer(alone)
         out.backward(dy)
-        assert torch.equal(out, output) and torch.equal(layer.weight.main_grad, weight_grad)
+        assert torch.equal(out, output)
+        if not again:  # what `again` changes is the next test's
+            assert torch.equal(layer.weight.main_grad, weight_grad)
         grad = alone.grad if grad is None else grad + alone.grad
-    assert torch.equal(together.grad, grad)
+    normed.backward(grad)
+    assert torch.equal(together.grad, apart.grad) and torch.equal(norm_grad, norm.weight.grad) and norm_grad.any()
+    with torch.no_grad():
+        assert all(map(torch.equal, normed_linears(x, norm, *layers, again=again), outputs))
 
 
 def test_what_is_kept_of_the_input_decides_what_wgrad_takes(fp8):
-    """Tiles: requantised; computed again: quantised once, from BF16; E5M6: re-expressed. Each written out here."""
+    """Tiles: requantised; a norm computed again: quantised once, from BF16; E5M6: re-expressed. Each written out here."""
     weight, x, dy = torch.nn.Parameter(randn(64, 140, scale=0.05)), randn(133, 140), randn(133, 64, seed=2)
-    p = fp8.power_of_two
+    p, norm = fp8.power_of_two, RMSNorm(140, 1e-6, torch.bfloat16)
+    torch.nn.init.ones_(norm.weight)
+    normed = norm(x).detach()
+    linear = lambda x, e5m6=False: fp8_linear(x, weight, fp8, e5m6=e5m6)
     columns = {
-        "tiles": fp8_tiles.requantize_columns(*fp8_tiles.quantize_rows(x, p), None, p),
-        "again": fp8_tiles.quantize_columns(x, None, p),
-        "e5m6": e5m6.e5m6_to_columns(*e5m6.quantize_e5m6(x), 140, p),
+        "tiles": (linear, fp8_tiles.requantize_columns(*fp8_tiles.quantize_rows(x, p), None, p)),
+        "e5m6": (lambda x: linear(x, True), e5m6.e5m6_to_columns(*e5m6.quantize_e5m6(x), 140, p)),
+        "norm": (
+            lambda x: fp8_normed_linear(x, norm, [weight], fp8, again=False)[0],
+            fp8_tiles.requantize_columns(*fp8_tiles.quantize_rows(normed, p), None, p),
+        ),
+        "norm again": (
+            lambda x: fp8_normed_linear(x, norm, [weight], fp8, again=True)[0],
+            fp8_tiles.quantize_columns(normed, None, p),
+        ),
     }
     grad = fp8_tiles.dequantize_columns(*fp8_tiles.quantize_columns(dy, None, p), None, torch.float32)
     seen = []
-    for kind, operand in columns.items():
+    for function, operand in columns.values():
         weight.main_grad = torch.zeros(64, 140)
-        (y,) = fp8_linear(x.clone().requires_grad_(), [weight], fp8, again=(lambda: x) if kind == "again" else None, e5m6=kind == "e5m6")
-        y.backward(dy)
+        function(x.clone().requires_grad_()).backward(dy)
         exact = grad.double() @ fp8_tiles.dequantize_columns(*operand, None, torch.float32).double().t()
         assert (weight.main_grad.double() - exact).norm() <= 1e-5 * exact.norm()
         seen.append(weight.main_grad)
-    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1]) and (p or not torch.equal(seen[2], seen[3]))
 
 
 def test_put_off_weight_gradients_arrive_when_their_chunk_is_popped(fp8):

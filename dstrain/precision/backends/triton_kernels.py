@@ -20,9 +20,9 @@ class KernelQuantizers(GemmBackend):
     def __init__(self, power_of_two: bool = True):
         super().__init__(power_of_two)
         # Here and not above: without Triton, this module must still be importable to say that it is missing.
-        from dstrain.precision.kernels import blocks, e5m6, swiglu, tiles
+        from dstrain.precision.kernels import blocks, e5m6, rms_norm, swiglu, tiles
 
-        self.blocks, self.e5m6, self.fused, self.tiles = blocks, e5m6, swiglu, tiles
+        self.blocks, self.e5m6, self.norm, self.fused_swiglu, self.tiles = blocks, e5m6, rms_norm, swiglu, tiles
 
     def quantize_rows(self, x: torch.Tensor) -> Scaled:
         return Scaled(*self.tiles.quantize_rows(x, self.power_of_two))
@@ -53,12 +53,16 @@ class KernelQuantizers(GemmBackend):
         plain, turned = self.blocks.quantize_weight(weight, self.power_of_two)
         return Scaled(*plain), Scaled(*turned)
 
+    def rms_norm(self, x, weight, eps, keep):
+        tiles, inverse_rms = self.norm.rms_norm_quantize(x, weight, eps, self.power_of_two)
+        return Scaled(*tiles), inverse_rms
+
     def swiglu(self, gate, up, weight, keep):
-        out, *inputs = (Scaled(*x) for x in self.fused.swiglu_quantize(gate, up, weight, self.power_of_two))
+        out, *inputs = (Scaled(*x) for x in self.fused_swiglu.swiglu_quantize(gate, up, weight, self.power_of_two))
         return out, tuple(inputs) if keep else None
 
     def swiglu_backward(self, grad, gate, up, weight, offsets):
-        out, *grads, grad_weight = self.fused.swiglu_backward_quantize(
+        out, *grads, grad_weight = self.fused_swiglu.swiglu_backward_quantize(
             grad, gate, up, weight, offsets, self.power_of_two
         )
         return Scaled(*out), *((Scaled(*rows), Scaled(*columns)) for rows, columns in grads), grad_weight

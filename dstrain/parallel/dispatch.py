@@ -2,7 +2,8 @@
 
 import torch
 
-from dstrain.parallel.dispatch_layout import Copies, ExpertRows, count, sum_choices
+from dstrain.parallel.dispatch_layout import Copies, ExpertRows, count
+from dstrain.precision.on_device import sum_rows
 
 
 def row_alignment(device: torch.device, dtype: torch.dtype) -> int:
@@ -67,11 +68,11 @@ class LocalDispatch:
         return Done((x[self.token_of_row], row_weights))
 
     def combine(self, rows: torch.Tensor) -> Done:
-        return Done(sum_choices(rows, self.row_of_slot))
+        return Done(sum_rows(rows, self.row_of_slot))
 
     def combine_backward(self, grad: torch.Tensor) -> Done:
         return Done(grad[self.token_of_row])
 
     def dispatch_backward(self, grad_rows: torch.Tensor, grad_row_weights: torch.Tensor) -> Done:
         grad_topk_weights = grad_row_weights[self.row_of_slot].masked_fill(self.dropped, 0)
-        return Done((sum_choices(grad_rows, self.row_of_slot), grad_topk_weights))
+        return Done((sum_rows(grad_rows, self.row_of_slot), grad_topk_weights))

@@ -7,7 +7,7 @@ Targets and experts below 0 mean none.
 
 import torch
 
-SUM_ELEMENTS = 1 << 26  # gathered elements at once while the rows of tokens are summed
+from dstrain.precision.on_device import sum_rows
 
 
 def count(ids: torch.Tensor, targets: int) -> torch.Tensor:
@@ -34,23 +34,11 @@ class Copies:
 
     def sum(self, copies: torch.Tensor) -> torch.Tensor:
         """copies [n + 1, hidden], the last one zeros -> the sum of each token's, [T, hidden]."""
-        return sum_choices(copies, self.place)
+        return sum_rows(copies, self.place)
 
     def of_slots(self, values: torch.Tensor) -> torch.Tensor:
         """values [n + 1, 1], the last one zero -> [T, choices]."""
         return values[self.place, 0]
-
-
-def sum_choices(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """rows [n, hidden], places int64 [T, choices] -> rows[places].sum(1) [T, hidden].
-
-    Added in the order of the choices, in at least FP32, and rounded once. Gathers, so no order depends on the device.
-    """
-    step = max(SUM_ELEMENTS // max(places.shape[1] * rows.shape[1], 1), 1)
-    parts = [
-        rows.index_select(0, part.flatten()).view(*part.shape, rows.shape[1]).sum(dim=1) for part in places.split(step)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class ExpertRows:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from dstrain.precision.fp8_scales import FP8
-from dstrain.precision.fp8_tiles import dequantize_rows, quantize_rows
+from dstrain.precision.on_device import dequantize_rows, quantize_rows
 
 
 class Payload(Protocol):

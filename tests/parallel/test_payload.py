@@ -1,9 +1,22 @@
 """FP8 payload: what is decoded is what the quantiser's definition gives, and quantising it again changes nothing."""
 
+import pytest
 import torch
 
 from dstrain.parallel.payload import FP8Payload
+from dstrain.precision import on_device
 from dstrain.precision.fp8_tiles import dequantize_rows, quantize_rows
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+
+@pytest.fixture(autouse=True, params=["definitions", "kernels"])
+def way(request, monkeypatch):
+    """On a GPU the Triton kernels do it; here Triton's interpreter runs them."""
+    if request.param == "kernels":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(on_device, "by_kernels", lambda x: True)
 
 
 def hard_rows() -> torch.Tensor:
@@ -46,3 +59,13 @@ def test_rows_of_zero_bytes_are_zeros_and_a_nan_makes_its_tile_nan():
     assert decoded[5, 128:256].isnan().all() and decoded.isnan().sum() == 128
     assert not payload.decode([torch.zeros_like(c) for c in columns], torch.bfloat16).any()
     assert payload.decode(payload.encode(x[:0]), torch.bfloat16).shape == (0, 300)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_a_tokens_rows_are_float64s_rounded_once(dtype):
+    rows = torch.randn(90, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    places = torch.randint(0, 90, (30, 4), generator=torch.Generator().manual_seed(1))
+    exact = rows.double()[places].sum(1)
+    sums = on_device.sum_rows(rows, places)
+    assert sums.dtype == dtype
+    torch.testing.assert_close(sums.double(), exact, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)

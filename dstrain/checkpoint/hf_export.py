@@ -2,8 +2,8 @@
 
     config.json, generation_config.json, model-XXXXX-of-XXXXX.safetensors, model.safetensors.index.json, tokenizer files
 
-Tensors stream one by one from the checkpoint: from the optimizer's FP32 masters where it has them, so every type is
-rounded once. The routing bias is FP32 in every folder. With dtype=fp8 the matrices of attention and of the FFNs are
+Tensors stream one by one from the checkpoint: from the optimizer's FP32 masters where it has them, or from the average of
+the weights (weights=ema), so every type is rounded once. The routing bias is FP32 in every folder. With dtype=fp8 the matrices of attention and of the FFNs are
 E4M3 with `weight_scale_inv`; embedding, head, gate, norms and eh_proj are BF16, as in DeepSeek's own folders.
 """
 
@@ -25,7 +25,7 @@ from dstrain.checkpoint.progress import byte_progress
 from dstrain.checkpoint.reader import CheckpointReader
 from dstrain.checkpoint.safetensors_file import SafetensorsWriter, TensorKinds, nbytes
 from dstrain.checkpoint.store import CheckpointStore
-from dstrain.checkpoint.weights import MASTER
+from dstrain.checkpoint.weights import EMA, MASTER, require_average
 from dstrain.config.compose import load_train_config
 from dstrain.config.errors import InputError
 from dstrain.config.schema import ExportConfig, ModelConfig
@@ -81,6 +81,8 @@ class WeightSource:
         if stored != wanted:
             differ = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
             raise InputError(f"checkpoint {reader.path}: not the tensors of its config.yaml, first {differ[0]}")
+        if config.weights == "ema":
+            require_average(reader)
         self.tensors = released_tensors(model)
 
     def kinds(self, tensor: Released) -> TensorKinds:
@@ -105,8 +107,9 @@ class WeightSource:
 
     def _weight(self, tensor: Released) -> torch.Tensor:
         size = math.prod(tensor.shape)
-        if MASTER + tensor.ours in self.reader.kinds:
-            return self.reader.read(MASTER + tensor.ours, (tensor.expert or 0) * size, size).view(tensor.shape)
+        flat = (EMA if self.config.weights == "ema" else MASTER) + tensor.ours
+        if self.config.weights == "ema" or flat in self.reader.kinds:
+            return self.reader.read(flat, (tensor.expert or 0) * size, size).view(tensor.shape)
         if tensor.expert is None:
             return self.reader.read(tensor.ours)
         return self.reader.read(tensor.ours, tensor.expert, 1)[0]

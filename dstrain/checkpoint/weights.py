@@ -1,4 +1,4 @@
-"""Weights in a checkpoint: their wide copies, and loading one floating type into another."""
+"""Weights in a checkpoint: their wide copies, their average, and loading one floating type into another."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,9 +6,40 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dstrain.checkpoint.tensors import load_tensors, tensor_names
+from dstrain.checkpoint.progress import byte_progress
+from dstrain.checkpoint.reader import CheckpointReader
+from dstrain.checkpoint.tensors import load_tensors, require_same, tensor_names
+from dstrain.config.errors import InputError
 
 MASTER = "optimizer.master."  # before a weight's name: its wide copy, flat, where a run keeps one
+EMA = "ema."  # before the name of a weight or a routing bias: its average, flat, where a run keeps one
+
+
+def load_weights_of(path: Path, into: dict[str, Tensor], weights: str) -> None:
+    """Fill `into`, all weights and biases of a model, contiguous, of any float type, from the checkpoint `path`.
+
+    weights: final, or ema for their average. InputError where the checkpoint does not hold exactly these.
+    """
+    if weights == "final":
+        return load_converted(path, into, prefixes=("model.", "lm_head."))
+    reader = CheckpointReader(path)
+    require_average(reader)
+    saved = {name: kind for name, kind in reader.kinds.items() if name.startswith(EMA)}
+    wanted = {EMA + name: ((tensor.numel(),), tensor.dtype) for name, tensor in into.items()}
+    require_same(path, saved, {name: (shape, saved.get(name, (shape, dtype))[1]) for name, (shape, dtype) in wanted.items()})
+    with byte_progress(f"loading {path.name}", sum(tensor.nbytes for tensor in into.values())) as advance:
+        for name, tensor in into.items():
+            reader.fill(EMA + name, tensor.view(-1))
+            advance(tensor.nbytes)
+
+
+def require_average(reader: CheckpointReader) -> None:
+    """InputError unless the checkpoint holds the average of its weights."""
+    if not any(name.startswith(EMA) for name in reader.kinds):
+        raise InputError(
+            f"weights=ema: checkpoint {reader.path} holds no average of its weights; valid: weights=final, or a "
+            "checkpoint of a run with ema.decay"
+        )
 
 
 def load_converted(path: Path, into: dict[str, Tensor], prefixes: Sequence[str] = ("",)) -> None:

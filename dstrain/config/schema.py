@@ -198,6 +198,14 @@ class GuardConfig:
 
 
 @dataclass
+class EmaConfig:
+    """An average of the weights in host memory, 4 bytes a parameter, which evaluate, generate and export can take."""
+
+    decay: float | None = None  # what one update leaves of the average, such as 0.999; null: no average
+    every: int = 1  # updates between two refreshes, each with decay to the power of this
+
+
+@dataclass
 class TelemetryConfig:
     log_every: int = 10  # steps between console lines; a terminal shows every step in its bar
     peak_tflops: float | None = None  # of the device, for MFU; null: known by name, else measured
@@ -230,6 +238,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig
     telemetry: TelemetryConfig
     guard: GuardConfig = field(default_factory=GuardConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
 
 
 @dataclass
@@ -244,6 +253,7 @@ class GenerateConfig:
     top_k: int | None = None  # null: all
     seed: int = 0
     echo: bool = False  # print the prompt before the continuation
+    weights: str = "final"  # final | ema (the average, of a run with ema.decay)
     precision: str = "auto"  # auto | fp32 | bf16 | fp8 | fp64
     device: str = "auto"  # auto | cpu | cuda
 
@@ -257,6 +267,7 @@ class ExportConfig:
     dtype: str = "bf16"  # bf16 | fp32 | fp8 (E4M3 with one scale per 128x128 block; embedding, head, gate, norms BF16)
     shard_size: str = "5GB"  # the largest size of a safetensors file: bytes, or a number with KB, MB, GB, KiB, MiB, GiB
     fp8_scales: str = "power_of_two"  # power_of_two (as DeepSeek-V3.1) | fp32 (as DeepSeek-V3)
+    weights: str = "final"  # final | ema (the average, of a run with ema.decay)
 
 
 @dataclass

@@ -29,6 +29,7 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp8", "fp64")
 FP8_BACKENDS = ("auto", "emulated", "triton", "torch", "transformer_engine", "deepgemm")
 FP8_SCALES = ("power_of_two", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
+WEIGHTS = ("final", "ema")
 SCHEDULES = ("1f1b", "zb1p", "dualpipe", "dualpipev")
 SHAPES = ("constant", "linear", "cosine")
 LARGEST_SEED = 2**64 - 1  # of torch's generators
@@ -79,6 +80,9 @@ def validate(
     _at_least("guard.window", config.guard.window, 2)
     _positive("guard.deviations", config.guard.deviations)
     _at_least("guard.rollbacks", config.guard.rollbacks, 1)
+    if config.ema.decay is not None and not 0 < config.ema.decay < 1:
+        raise InputError(f"ema.decay={config.ema.decay}: must be null (no average) or above 0 and below 1")
+    _at_least("ema.every", config.ema.every, 1)
     _at_least("telemetry.log_every", config.telemetry.log_every, 1)
     if config.telemetry.peak_tflops is not None:
         _positive("telemetry.peak_tflops", config.telemetry.peak_tflops)
@@ -335,6 +339,7 @@ def _generate(config: GenerateConfig) -> None:
     if config.top_k is not None:
         _at_least("top_k", config.top_k, 1, "null (all) or at least 1")
     _from_to("seed", config.seed, 0, LARGEST_SEED)
+    _one_of("weights", config.weights, WEIGHTS)
     _one_of("precision", config.precision, PRECISIONS)
     _one_of("device", config.device, DEVICES)
 
@@ -342,6 +347,7 @@ def _generate(config: GenerateConfig) -> None:
 def _export(config: ExportConfig) -> None:
     _given("checkpoint", config.checkpoint, "a run folder or a checkpoint folder, as in checkpoint=runs/tiny")
     _given("out", config.out, "the folder to write")
+    _one_of("weights", config.weights, WEIGHTS)
     _one_of("dtype", config.dtype, ("bf16", "fp32", "fp8"))
     _one_of("fp8_scales", config.fp8_scales, FP8_SCALES)
     parse_size("shard_size", config.shard_size)

@@ -8,7 +8,7 @@ import torch
 
 from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.store import CheckpointStore
-from dstrain.checkpoint.weights import load_converted
+from dstrain.checkpoint.weights import load_weights_of
 from dstrain.config.compose import load_train_config
 from dstrain.config.schema import TrainConfig
 from dstrain.data.tokenizer import Tokenizer
@@ -24,13 +24,18 @@ class Loaded:
     path: Path  # the checkpoint
 
 
-def load_model(where: str, precision: str, device: torch.device, report: Callable[[str], None]) -> Loaded:
-    """The model of checkpoint `where` in `precision` on `device`, every weight read from it."""
+def load_model(
+    where: str, precision: str, device: torch.device, report: Callable[[str], None], weights: str = "final"
+) -> Loaded:
+    """The model of checkpoint `where` in `precision` on `device`, every weight read from it.
+
+    weights: final, or ema for their average.
+    """
     path = find_checkpoint(where, report)
     config = load_train_config(CheckpointStore.file(path, "config.yaml").decode())
     tokenizer = Tokenizer(CheckpointStore.file(path, "tokenizer.json").decode(), f"{path}: tokenizer.json")
     chosen = resolve_precision(precision, device)
     with device:
         model = Model(config.model, chosen.compute, fp8=chosen.fp8)
-    load_converted(path, model.state_dict(), prefixes=("model.", "lm_head."))
+    load_weights_of(path, model.state_dict(), weights)
     return Loaded(model.requires_grad_(False), tokenizer, config, path)

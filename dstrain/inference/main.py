@@ -23,7 +23,8 @@ def generate(config: GenerateConfig) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # as the prompt is read, whatever the locale
         sys.stdout.reconfigure(encoding="utf-8")
     prompt = read_prompt(config)
-    loaded = load_model(config.checkpoint, config.precision, pick_device(config.device, "device"), _report)
+    device = pick_device(config.device, "device")
+    loaded = load_model(config.checkpoint, config.precision, device, _report, config.weights)
     ids = loaded.tokenizer.encode_prompt(prompt)
     context = loaded.config.model.max_position_embeddings
     if len(ids) >= context:

@@ -7,7 +7,8 @@ from dstrain.data.corpus import open_corpus
 from dstrain.model.count import count_parameters
 from dstrain.parallel.world import World
 from dstrain.telemetry.console import RunConsole
-from dstrain.train.main import checkpoint_bytes, place
+from dstrain.train.main import place
+from dstrain.train.needs import checkpoint_bytes
 from dstrain.train.preflight import FACTORS, GIB, about, agree, disk_lines, measure, memory_warnings, slow, speed_lines
 
 

@@ -29,8 +29,10 @@ from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import Precision, resolve_precision
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.peak import peak_tflops
+from dstrain.train.ema import Ema
 from dstrain.train.initial import carried_files, own_checkpoint, start_from, with_tokenizer
 from dstrain.train.job import Job, RunFailure
+from dstrain.train.needs import check_memory, checkpoint_bytes
 from dstrain.train.optimizer import AdamW
 from dstrain.train.preflight import agree, disk_lines, preflight
 from dstrain.train.run_folder import FollowedFolder, RunFolder
@@ -88,7 +90,8 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
 
     torch.manual_seed(config.run.seed + layout.mesh.data_rank)
     model, optimizer = build_state(config, precision, device, layout.replicas)
-    state = RunState()
+    ema = None if config.ema.decay is None else Ema(model, optimizer, config.ema)
+    state, lines = RunState(), []
     checkpoint = store.open_newest(console.say)
     if checkpoint is None and (folder.path / "metrics.jsonl").exists():
         console.say(f"WARNING: {store.root} holds no checkpoint, this run starts from the beginning")
@@ -100,14 +103,20 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
             console.say(f"  {line}")
     else:
         stored, meta = world.all(lambda: check_resumable(checkpoint, config, corpus))
-        restore(model, optimizer, checkpoint)
+        lines = restore(model, optimizer, checkpoint, ema)
         state = RunState(**meta["state"])
         report_resume(console, checkpoint, state, differences(stored, plain))
+    if ema is not None:
+        if checkpoint is None:
+            ema.start()
+        lines.append(f"average of the weights: {ema.nbytes / 2**20:,.1f} MiB of host memory on rank 0")
+    for line in lines:
+        console.say(line)
     if world.is_first:
         save_run_config(folder.path, plain, overrides)
     folder.clear_status()
 
-    stepper = Stepper(config, model, optimizer, layout.dispatcher(device, precision.compute), stream, layout)
+    stepper = Stepper(config, model, optimizer, layout.dispatcher(device, precision.compute), stream, layout, ema)
     peak, origin = config.telemetry.peak_tflops, "telemetry.peak_tflops"
     if peak is None:
         peak, origin = world.first(lambda: peak_tflops(device, precision.compute))
@@ -213,44 +222,6 @@ def check_compiler(device: torch.device) -> None:
         raise InputError(
             "run.compile=true: torch.compile needs a C++ compiler on the CPU (g++ or clang++); valid: run.compile=false"
         )
-
-
-def checkpoint_bytes(config: TrainConfig, counts: Counts, precision: Precision) -> int:
-    """Bytes of all ranks' weights, masters and moments."""
-    return counts.total * (precision.compute.itemsize + sum(state_sizes(config, precision)))
-
-
-def state_sizes(config: TrainConfig, precision: Precision) -> tuple[int, int]:
-    """Bytes of an element's master, 0 where the weight is its own, and of its two moments."""
-    main = precision.main.itemsize
-    return main if precision.compute != precision.main else 0, 4 if config.optim.moments == "bf16" else 2 * main
-
-
-def check_memory(
-    config: TrainConfig, layout: Layout, precision: Precision, device: torch.device, world: World
-) -> tuple[float, float]:
-    """Bytes that weights, gradients and optimizer need, and that the device has, or the machine on a CPU.
-
-    InputError when they alone do not fit.
-    """
-    held = layout.parameters()  # numel, and over how many ranks its optimizer state is spread
-    quantized = 0 if precision.fp8 is None else 2  # a weight in E4M3 and its transpose
-    each = precision.compute.itemsize + precision.main.itemsize + quantized
-    resident = sum(numel for numel, _ in held) * each
-    need = resident + sum(numel / ranks for numel, ranks in held) * sum(state_sizes(config, precision))
-    if device.type == "cuda":
-        have = torch.cuda.get_device_properties(device).total_memory
-    else:
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        need *= world.local_size
-    if need > have:
-        ranks = f" of {world.local_size} ranks on one machine" if world.local_size > 1 and device.type == "cpu" else ""
-        raise InputError(
-            f"model={config.model.name} does not fit: {sum(numel for numel, _ in held):,} parameters (MTP included) need "
-            f"{need / 2**30:,.1f} GiB for weights, gradients and optimizer{ranks} in {precision.name}, {device.type} has "
-            f"{have / 2**30:,.1f} GiB; take a smaller model or more ranks"
-        )
-    return need, have
 
 
 def check_tokenizer(tokenizer: Tokenizer, corpus: Corpus, model: ModelConfig) -> None:

@@ -3,7 +3,7 @@
 With several ranks each contributes pieces of the same tree, and takes from it what its own layout needs:
 
     weights, biases          under Hugging Face's names; experts as ranges of the leading dimension
-    optimizer.*              ranges of the flattened tensors
+    optimizer.*, ema.*       ranges of the flattened tensors
     rng.cpu, rng.cpu.1, …    the generator of each data rank
 
 So any layout reads what any other wrote. RNG: a data rank continues the stream of its number. Where the checkpoint has
@@ -21,7 +21,7 @@ import torch
 from dstrain.checkpoint.progress import byte_progress
 from dstrain.checkpoint.reader import CheckpointReader
 from dstrain.checkpoint.tensors import Piece, Tensors, require_same
-from dstrain.checkpoint.weights import MASTER
+from dstrain.checkpoint.weights import EMA, MASTER
 from dstrain.config.schema import ModelConfig, TrainConfig
 from dstrain.model.init import initial_value
 from dstrain.model.model import Model
@@ -29,6 +29,7 @@ from dstrain.parallel.replicas import Replicas
 from dstrain.precision.fp8_linear import weights_were_written
 from dstrain.precision.main_grad import attach_main_grads
 from dstrain.precision.policy import Precision
+from dstrain.train.ema import Ema
 from dstrain.train.optimizer import AdamW, ParameterState
 
 EXP_AVG, EXP_AVG_SQ = "optimizer.exp_avg.", "optimizer.exp_avg_sq."
@@ -71,21 +72,26 @@ def build_state(
     return model, AdamW(model, config.optim, precision, replicas)
 
 
-def run_tensors(model: Model, optimizer: AdamW) -> Tensors:
-    """This rank's part of every tensor of the run: weights and biases, flat optimizer state, RNG.
+def run_tensors(model: Model, optimizer: AdamW, ema: Ema | None = None) -> Tensors:
+    """This rank's part of every tensor of the run: weights and biases, flat optimizer state, their average, RNG.
 
     Of copies one rank contributes, in turns, so that all have about as much to write.
     """
     replicas, tensors = optimizer.replicas, {}
+    averages = {} if ema is None else ema.values()
     for name, value in model.state_dict().items():
         ranks = replicas.ranks(name)
         if ranks[zlib.crc32(name.encode()) % len(ranks)] == replicas.mesh.rank:
             first = (replicas.first(name), *[0] * (value.ndim - 1))
             tensors[name] = _part(value, replicas.global_shape(name, value.shape), first)
+            if name in averages and name not in optimizer.states:  # a bias: whole wherever its layer is
+                tensors[EMA + name] = averages[name]
     for name, state in optimizer.states.items():
         numel = math.prod(replicas.global_shape(name, state.parameter.shape))
         kinds = [(EXP_AVG, state.exp_avg), (EXP_AVG_SQ, state.exp_avg_sq)]
-        for prefix, flat in [(MASTER, state.master), *kinds] if state.has_master else kinds:
+        kinds += [(MASTER, state.master)] if state.has_master else []
+        kinds += [(EMA, averages[name])] if averages else []
+        for prefix, flat in kinds:
             if len(flat):
                 tensors[prefix + name] = _part(flat, (numel,), (_begin(replicas, name, state) + state.first,))
     if replicas.mesh.pp_rank == 0:
@@ -110,28 +116,40 @@ def set_initial(model: Model, optimizer: AdamW, name: str, seed: int) -> None:
     optimizer.set_weight(name, value)
 
 
-def restore(model: Model, optimizer: AdamW, path: Path) -> None:
-    """Fill model, optimizer and RNG from the checkpoint at `path`, written in any layout and any precision.
+def restore(model: Model, optimizer: AdamW, path: Path, ema: Ema | None = None) -> list[str]:
+    """Fill model, optimizer, average and RNG from the checkpoint at `path`, written in any layout and any precision.
 
-    All ranks call this; where the checkpoint is bad for one of them, none goes on.
+    -> lines that say where the checkpoint has an average and the run does not, or the other way round: then it starts
+    from the weights. All ranks call this; where the checkpoint is bad for one of them, none goes on.
     """
     mesh, reader = optimizer.replicas.mesh, _open(optimizer, path)
     generator = torch.get_rng_state()
+    has_average = any(name.startswith(EMA) for name in reader.kinds)
 
     def load():
+        if ema is not None:
+            ema.wait()
         weights = whole_kinds(model)
         trained = {name: math.prod(shape) for name, (shape, _) in weights.items() if not name.endswith(BIAS)}
         moments = {
             prefix + name: ((numel,), torch.float32)
             for name, numel in trained.items() for prefix in (EXP_AVG, EXP_AVG_SQ)
         }
-        _require(reader, {**weights, **moments, RNG: (tuple(generator.shape), generator.dtype)}, ("",))
+        averages = {EMA + name: ((math.prod(shape),), torch.float32) for name, (shape, _) in weights.items()}
+        wanted = {**weights, **moments, **(averages if has_average else {})}
+        _require(reader, {**wanted, RNG: (tuple(generator.shape), generator.dtype)}, ("",))
         _fill(model, optimizer, reader, list(model.state_dict()), moments=True)
+        if ema is not None and has_average:
+            _fill_average(optimizer, ema, reader)
         if rng_name(mesh.data_rank) in reader.kinds:
             reader.fill(rng_name(mesh.data_rank), generator)
 
     mesh.host_group.together(load, f"loading {path}")
     torch.set_rng_state(generator)
+    if ema is not None and not has_average:
+        ema.start()
+        return [f"ema.decay={ema.decay:g}: {path.name} holds no average of the weights, so it starts from its weights"]
+    return [f"ema.decay=null: the average of the weights in {path.name} is dropped"] if has_average and ema is None else []
 
 
 def load_weights(model: Model, optimizer: AdamW, path: Path, prefixes: Sequence[str]) -> None:
@@ -211,6 +229,12 @@ def _fill(model: Model, optimizer: AdamW, reader: CheckpointReader, names: list[
                 reader.fill_range(EXP_AVG_SQ + name, state.exp_avg_sq, begin + state.first)
             advance(tensors[name].nbytes)
     weights_were_written()
+
+
+def _fill_average(optimizer: AdamW, ema: Ema, reader: CheckpointReader) -> None:
+    for name, value in ema.values().items():
+        state = optimizer.states.get(name)
+        reader.fill_range(EMA + name, value, _begin(optimizer.replicas, name, state) + state.first if state else 0)
 
 
 def _fill_weight(reader: CheckpointReader, name: str, state: ParameterState, begin: int) -> None:

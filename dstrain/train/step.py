@@ -19,6 +19,7 @@ from dstrain.parallel.layout import Layout
 from dstrain.parallel.place import here
 from dstrain.parallel.totals import total_counts, total_loads, total_sums
 from dstrain.train.bias import max_violation, update_bias
+from dstrain.train.ema import Ema
 from dstrain.train.guard import is_spike, remember
 from dstrain.train.optimizer import AdamW
 from dstrain.train.schedule import batch_sequences
@@ -54,16 +55,18 @@ class Stepper:
         dispatcher: Dispatcher,
         stream,
         layout: Layout | None = None,
+        ema: Ema | None = None,
     ):
         """stream.batch(first, count) -> tokens and documents, int64 [count, L + 1 + D].
 
-        layout: connected, what the model and the optimizer were built for; None: this process is alone.
+        layout: connected, what the model and the optimizer were built for; None: this process is alone. ema: gets every
+        update.
         """
         layout = Layout(config) if layout is None else layout
         self.config, self.model, self.optimizer, self.dispatcher, self.stream = (
             config, model, optimizer, dispatcher, stream
         )
-        self.layout, self.mesh = layout, layout.mesh
+        self.layout, self.mesh, self.ema = layout, layout.mesh, ema
         self.users = layout.users(optimizer.states)
         self.schedules = Schedules.of(config)
         layers = config.model.num_hidden_layers + config.model.num_nextn_predict_layers
@@ -106,9 +109,13 @@ class Stepper:
             state.updates += 1
             state.skipped_in_a_row = 0
             remember(losses[0], state.recent_losses, config.guard)
+            if self.ema is not None:
+                self.ema.wait()
             self.optimizer.step(learning_rate, state.updates, min(1.0, config.optim.grad_clip / (grad_norm + 1e-6)))
             for layer, router in zip(self.model.moe_layers, self.model.routers):
                 update_bias(router, loads[self.moe_layers.index(layer)], bias_speed)
+            if self.ema is not None:
+                self.ema.update(state.updates)
         else:
             state.skipped += 1
             state.skipped_in_a_row += 1

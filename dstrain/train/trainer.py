@@ -183,12 +183,14 @@ class Trainer:
                 f"(guard.rollbacks={limit}); lower the learning rate, or choose another checkpoint or guard.spikes=skip"
             )
         here.at(0, f"going back to {path}")
-        restore(self.model, self.optimizer, path)
+        lines = restore(self.model, self.optimizer, path, self.stepper.ema)
         self.state.roll_back(RunState(**CheckpointStore.meta(path)["state"]))
         self.console.say(
             f"back to the weights of {path.name} and {self.state.tokens:,} tokens; samples go on at "
             f"{self.state.samples:,}"
         )
+        for line in lines:
+            self.console.say(line)
 
     def save(self) -> None:
         """Save in the background, once for each step."""
@@ -197,4 +199,5 @@ class Trainer:
         self.saved_step = self.state.step
         here.at(0, f"saving step {self.state.step}")
         meta = {"format": 1, "state": self.state.to_meta(), "data": self.data_fingerprint, "torch": torch.__version__}
-        self.store.save(self.state.step, run_tensors(self.model, self.optimizer), meta, self.files)
+        tensors = run_tensors(self.model, self.optimizer, self.stepper.ema)
+        self.store.save(self.state.step, tensors, meta, self.files)

@@ -12,6 +12,7 @@ from dstrain.config.schema import GuardConfig
 from dstrain.data.samples import SampleStream
 from dstrain.precision.policy import PRECISIONS
 from dstrain.parallel.dispatch import LocalDispatcher
+from dstrain.train.ema import Ema
 from dstrain.train.guard import is_spike, remember
 from dstrain.train.state import RunState, build_state, initialise, run_tensors
 from dstrain.train.step import Stepper
@@ -38,7 +39,7 @@ def config_of(tmp_path, spikes, *more):
     return make_config(
         tmp_path, "precision=fp64", "optim.moments=fp32", "run.steps=20", "checkpoint.every=5", "checkpoint.keep=9",
         f"guard.spikes={spikes}", "guard.window=4", "guard.deviations=3", f"run.name={spikes}", "schedule.tokens=2e3",
-        f"schedule.learning_rate={RATE}", *more,
+        f"schedule.learning_rate={RATE}", "ema.decay=0.9", *more,
     )
 
 
@@ -49,13 +50,15 @@ def led_around(config, back_to, skipped=13):
     model, optimizer = build_state(config, precision, device)
     initialise(model, optimizer, config.run.seed)
     stream = type("Stream", (), {"batch": batch})()
-    stepper, state, rows = Stepper(config, model, optimizer, LocalDispatcher(1), stream), RunState(), []
+    ema = Ema(model, optimizer, config.ema)
+    ema.start()
+    stepper, state, rows = Stepper(config, model, optimizer, LocalDispatcher(1), stream, ema=ema), RunState(), []
     for _ in range(back_to):
         rows.append(stepper.step(state))
     state.step, state.samples = skipped, 4 * skipped
     while state.step < 20:
         rows.append(stepper.step(state))
-    return rows, run_tensors(model, optimizer), state
+    return rows, run_tensors(model, optimizer, ema), state
 
 
 def equal(config, rows, tensors, state, steps):

@@ -79,6 +79,15 @@ def _generate(overrides: list[str]) -> int:
     return generate(config)
 
 
+def _evaluate(overrides: list[str]) -> int:
+    from dstrain.config.compose import compose
+
+    config, _, _ = compose("evaluate", overrides)
+    from dstrain.train.evaluate import evaluate
+
+    return evaluate(config)
+
+
 def _export(overrides: list[str]) -> int:
     from dstrain.config.compose import compose
 
@@ -127,6 +136,9 @@ COMMANDS = {
     "train": Command("pretrain a model, or continue the run of that name", "model=tiny run.steps=10", _train),
     "doctor": Command("check machine, ranks and links for a run, without a step", "model=tiny", _doctor, keys="train"),
     "generate": Command("write text with a trained model", "checkpoint=runs/tiny prompt='def '", _generate),
+    "evaluate": Command(
+        "loss, accuracy and expert load of a trained model on a text", "checkpoint=runs/tiny data=texts.txt", _evaluate
+    ),
     "export": Command("write a checkpoint as a Hugging Face folder", "checkpoint=runs/tiny out=tiny-hf", _export),
     "import": Command("make a checkpoint of a Hugging Face folder", "from=DeepSeek-V2-Lite out=v2-lite", _import),
     "prepare": Command(

@@ -2,9 +2,10 @@
 
     config.json, generation_config.json, model-XXXXX-of-XXXXX.safetensors, model.safetensors.index.json, tokenizer files
 
-Tensors stream one by one from the checkpoint: from the optimizer's FP32 masters where it has them, or from the average of
-the weights (weights=ema), so every type is rounded once. The routing bias is FP32 in every folder. With dtype=fp8 the matrices of attention and of the FFNs are
-E4M3 with `weight_scale_inv`; embedding, head, gate, norms and eh_proj are BF16, as in DeepSeek's own folders.
+Tensors stream one by one from the checkpoint: from the optimizer's FP32 masters where it has them, or from the average
+of the weights (weights=ema), so every type is rounded once. The routing bias is FP32 in every folder. With dtype=fp8 the
+matrices of attention and of the FFNs are E4M3 with `weight_scale_inv`; embedding, head, gate, norms and eh_proj are BF16,
+as in DeepSeek's own folders.
 """
 
 import json

@@ -25,8 +25,11 @@ def load_weights_of(path: Path, into: dict[str, Tensor], weights: str) -> None:
     reader = CheckpointReader(path)
     require_average(reader)
     saved = {name: kind for name, kind in reader.kinds.items() if name.startswith(EMA)}
-    wanted = {EMA + name: ((tensor.numel(),), tensor.dtype) for name, tensor in into.items()}
-    require_same(path, saved, {name: (shape, saved.get(name, (shape, dtype))[1]) for name, (shape, dtype) in wanted.items()})
+    wanted = {}
+    for name, tensor in into.items():
+        shape = (tensor.numel(),)
+        wanted[EMA + name] = shape, saved.get(EMA + name, (shape, tensor.dtype))[1]
+    require_same(path, saved, wanted)
     with byte_progress(f"loading {path.name}", sum(tensor.nbytes for tensor in into.values())) as advance:
         for name, tensor in into.items():
             reader.fill(EMA + name, tensor.view(-1))

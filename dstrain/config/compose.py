@@ -34,13 +34,21 @@ from dstrain.config.build import (
     unknown_key,
 )
 from dstrain.config.errors import InputError
-from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, PlanConfig, PrepareConfig, TrainConfig
+from dstrain.config.schema import (
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PlanConfig,
+    PrepareConfig,
+    TrainConfig,
+)
+from dstrain.config.validate import AnyConfig
 
 COMMANDS = {
-    "train": TrainConfig, "generate": GenerateConfig, "export": ExportConfig, "import": ImportConfig,
-    "plan": PlanConfig, "prepare": PrepareConfig,
+    "train": TrainConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig, "export": ExportConfig,
+    "import": ImportConfig, "plan": PlanConfig, "prepare": PrepareConfig,
 }
-AnyConfig = TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig
 OPTIONAL = ("recipe", "cluster")  # groups without a choice of their own
 CONFIG_FILE = "config.yaml"
 OVERRIDES_FILE = "overrides.json"
@@ -50,7 +58,7 @@ NEVER_REMEMBERED = ("run.name", "run.dir", "run.steps")
 # Paths: a shell leaves the ~ of run.dir=~/runs as it is, and a folder called "~" is a trap.
 PATHS = (
     "run.dir", "data.text", "data.train", "data.heldout", "data.tokenizer", "data.cache", "checkpoint", "checkpoint.initial",
-    "from", "out", "tokenizer", "phases",
+    "from", "out", "tokenizer", "phases", "data",
 )
 
 

@@ -259,6 +259,20 @@ class GenerateConfig:
 
 
 @dataclass
+class EvaluateConfig:
+    """The whole configuration of `dstrain evaluate`."""
+
+    checkpoint: str  # a run folder (its newest complete checkpoint) or one checkpoint folder
+    data: str | None = None  # prefix of token files, or a text file; null: the run's held-out set
+    weights: str = "final"  # final | ema (the average, of a run with ema.decay)
+    sequences: int | None = None  # the first so many; null: all
+    sequence_length: int | None = None  # null: the run's
+    precision: str | None = None  # auto | fp32 | bf16 | fp8 | fp64; null: the run's
+    device: str = "auto"  # auto | cpu | cuda
+    output: str = "table"  # table | json
+
+
+@dataclass
 class ExportConfig:
     """The whole configuration of `dstrain export`."""
 

@@ -8,6 +8,7 @@ from dstrain.config.schema import (
     BatchConfig,
     ClusterConfig,
     DataConfig,
+    EvaluateConfig,
     ExportConfig,
     GenerateConfig,
     ImportConfig,
@@ -25,6 +26,7 @@ from dstrain.config.schema import (
     YarnConfig,
 )
 
+AnyConfig = TrainConfig | GenerateConfig | EvaluateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig
 PRECISIONS = ("auto", "fp32", "bf16", "fp8", "fp64")
 FP8_BACKENDS = ("auto", "emulated", "triton", "torch", "transformer_engine", "deepgemm")
 FP8_SCALES = ("power_of_two", "fp32")
@@ -43,12 +45,13 @@ LARGEST_CLUSTER = 2**20  # GPUs
 NAME_BYTES = 200  # a file system's 255, less what is put before or after the name
 
 
-def validate(
-    config: TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig,
-) -> TrainConfig | GenerateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig:
+def validate(config: AnyConfig) -> AnyConfig:
     """The configuration itself, if it can run; else InputError naming the keys, their values and what is valid."""
     if isinstance(config, GenerateConfig):
         _generate(config)
+        return config
+    if isinstance(config, EvaluateConfig):
+        _evaluate(config)
         return config
     if isinstance(config, ExportConfig):
         _export(config)
@@ -342,6 +345,20 @@ def _generate(config: GenerateConfig) -> None:
     _one_of("weights", config.weights, WEIGHTS)
     _one_of("precision", config.precision, PRECISIONS)
     _one_of("device", config.device, DEVICES)
+
+
+def _evaluate(config: EvaluateConfig) -> None:
+    _given("checkpoint", config.checkpoint, "a run folder or a checkpoint folder, as in checkpoint=runs/tiny")
+    if config.data is not None:
+        _given("data", config.data, "null (the run's held-out set), the prefix of token files or a text file")
+    _one_of("weights", config.weights, WEIGHTS)
+    for key in ("sequences", "sequence_length"):
+        if getattr(config, key) is not None:
+            _at_least(key, getattr(config, key), 1, "null or at least 1")
+    if config.precision is not None:
+        _one_of("precision", config.precision, PRECISIONS)
+    _one_of("device", config.device, DEVICES)
+    _one_of("output", config.output, ("table", "json"))
 
 
 def _export(config: ExportConfig) -> None:

@@ -80,6 +80,12 @@ def open_corpus(config: DataConfig) -> Corpus:
     return corpus
 
 
+def cached_corpus(config: DataConfig, fingerprint: str) -> Corpus | None:
+    """The corpus of that fingerprint, if it was built from text and is still in the cache; the text may be gone."""
+    folder = next(Path(config.cache).glob(f"*-{fingerprint}"), None)
+    return None if folder is None else _read(folder)
+
+
 def check_vocabulary(dataset: IndexedDataset, vocab_size: int, where: str) -> None:
     """InputError naming the first id outside 0 … vocab_size - 1; of very large files only the beginning is read."""
     chunk = 1 << 24

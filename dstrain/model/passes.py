@@ -10,7 +10,7 @@ from dstrain.model.attention import AttentionContext
 from dstrain.model.batch import MicroBatch
 from dstrain.model.block import Block, BlockPass, Dispatcher
 from dstrain.model.graph import Graph
-from dstrain.model.loss import LossSums, LossWeights, head_loss
+from dstrain.model.loss import LossSums, LossWeights, head_loss, head_scores
 from dstrain.model.model import Model
 from dstrain.model.mtp import MTPModule
 from dstrain.model.rope import Rotary
@@ -61,21 +61,24 @@ class HeadPass:
         self.job, self.depth, self.graph = job, depth, Graph(job.train)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        state, loss_sum = self.graph.run(self._run, hidden)
+        state, loss_sum, correct = self.graph.run(self._run, hidden)
         self.job.sums.depths[self.depth] += loss_sum
+        if correct is not None:
+            self.job.sums.correct[self.depth] += correct
         return state
 
     def _run(self, hidden):
         model, batch = self.job.model, self.job.batch
         state = model.head_norm(self.depth)(hidden)
-        coefficient = self.job.weights.depths[self.depth] if self.job.train else None
-        targets = batch.targets(self.depth).flatten()
-        return state, head_loss(state.flatten(0, 1), model.lm_head.weight, targets, coefficient)
+        rows, targets, weight = state.flatten(0, 1), batch.targets(self.depth).flatten(), model.lm_head.weight
+        if not self.job.train:
+            return state, *head_scores(rows, weight, targets)
+        return state, head_loss(rows, weight, targets, self.job.weights.depths[self.depth]), None
 
     def backward(self, grad_state: torch.Tensor | None) -> torch.Tensor:
         """grad_state: from the unit behind; None behind the last."""
         one = torch.ones((), dtype=torch.float64, device=self.job.model.device)  # see head_loss
-        (grad,) = self.graph.backward(grad_state, one)
+        (grad,) = self.graph.backward(grad_state, one, None)
         return grad
 
 

@@ -8,8 +8,9 @@ The weight is the optimizer's master, and each rank averages the ranges that it 
 The routing biases are averaged with the same decay. They steer the scores of the weights that they were fitted to, step
 by step, so to averaged weights belongs the average over the same steps; the newest bias would fit the newest weights.
 
-On CUDA nothing waits for it: a thread fetches the masters piece by piece through pinned memory on a stream of its own and
-averages on the host, while the next step computes. The masters change again at that step's end, which waits for the rest.
+On CUDA nothing waits for it: a thread fetches the masters piece by piece through pinned memory, on a stream of its own,
+and averages on the host while the next step computes. The masters change again at that step's end, which waits for what
+is left.
 """
 
 from collections import deque

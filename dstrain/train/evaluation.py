@@ -1,7 +1,8 @@
-"""Held-out loss and bits per byte."""
+"""Held-out loss, accuracy, bits per byte and expert load."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ import torch
 from dstrain.config.schema import TrainConfig
 from dstrain.model.batch import MicroBatch
 from dstrain.model.loss import LossSums
+from dstrain.model.model import Model
 from dstrain.parallel.executor import Executor
 from dstrain.parallel.mesh import Mesh
 from dstrain.parallel.totals import total_counts, total_sums
@@ -23,14 +25,17 @@ def evaluate_heldout(
     sequences: int | None,
     step: int,
     go_on: Callable[[int, int], bool] = lambda done, total: True,
+    loads: "ExpertLoads | None" = None,
 ) -> dict | None:
-    """Loss over the first `sequences` windows of the held-out text (None: all), without counting expert load.
+    """Loss and accuracy over the first `sequences` windows of the held-out text (None: all).
 
     go_on(done, total) is called now and then, on every rank with the same numbers; where it says False on any rank the
-    evaluation ends without a result. step: named in errors.
+    evaluation ends without a result. step: named in errors. loads: takes the experts' load; the routers' own, which is
+    training's, stands still.
 
     windows.batch(first, count) -> tokens, documents [count, L + 1 + D], len(windows). token_bytes: bytes of text that
-    each id stands for. bits_per_byte = Σ -log2 p(token) / Σ bytes, over the same predicted tokens.
+    each id stands for. bits_per_byte = Σ -log2 p(token) / Σ bytes, over the same predicted tokens; accuracy: the share
+    of them that have the largest logit.
     """
     depth, device = config.model.num_nextn_predict_layers, executor.model.device
     total = len(windows) if sequences is None else min(sequences, len(windows))
@@ -48,16 +53,21 @@ def evaluate_heldout(
             counts += batch.valid_counts()
             nbytes += int(lengths[batch.tokens[:, 1 : 1 + batch.length][batch.valid(0)]].sum())
             batches.append(batch)
-        executor.evaluate(batches, sums, step)
+        with loads.of(batches) if loads is not None else nullcontext():
+            executor.evaluate(batches, sums, step)
         if not go_on(last, total):
             return None
     counts = total_counts(mesh, counts).tolist()
     nbytes = int(total_counts(mesh, torch.tensor([nbytes], device=device)))
-    depths = total_sums(mesh, sums.depths).tolist()
-    losses = [total / count if count else 0.0 for total, count in zip(depths, counts)]
+    depths, correct = total_sums(mesh, torch.cat((sums.depths, sums.correct.double()))).view(2, -1).tolist()
+    losses, accuracy = (
+        [total / count if count else 0.0 for total, count in zip(totals, counts)] for totals in (depths, correct)
+    )
     return {
         "loss": losses[0],
         "loss_mtp": losses[1:],
+        "accuracy": accuracy[0],
+        "accuracy_mtp": accuracy[1:],
         "bits_per_byte": depths[0] / math.log(2) / nbytes if nbytes else None,
         "heldout_tokens": counts[0],
         "heldout_bytes": nbytes,
@@ -69,3 +79,37 @@ def micro_batch(windows, first: int, count: int, depth: int, document_mask: bool
     """`count` windows from `first`; for 0 a window of padding, so that a rank without windows takes part in everything."""
     tokens, documents = (x.to(device) for x in windows.batch(first if count else 0, max(count, 1)))
     return MicroBatch(tokens, documents if count else torch.full_like(documents, -1), depth, document_mask)
+
+
+class ExpertLoads:
+    """Tokens that the routers of a whole model on one rank sent to each expert: `counts`, int64 [MoE layers, experts].
+
+    MTP blocks come last. What a router makes of the padding behind the end of a text does not count.
+    """
+
+    def __init__(self, model: Model):
+        self.model = model
+        shape = len(model.routers), model.config.n_routed_experts
+        self.counts = torch.zeros(shape, dtype=torch.int64, device=model.device)
+
+    @contextmanager
+    def of(self, batches: list[MicroBatch]) -> Iterator[None]:
+        """Inside, the model runs these micro-batches forward, one after the other."""
+        hooks = [
+            router.register_forward_hook(self._hook(counts, iter(batches)))
+            for counts, router in zip(self.counts, self.model.routers, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @staticmethod
+    def _hook(counts: torch.Tensor, batches: Iterator[MicroBatch]) -> Callable[..., None]:
+        def count(router, inputs, routing) -> None:
+            batch = next(batches)
+            real = batch.documents[:, : batch.length].flatten() >= 0
+            counts.add_(torch.bincount(routing.topk_ids[real].flatten(), minlength=len(counts)))
+
+        return count

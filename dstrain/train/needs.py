@@ -47,8 +47,9 @@ def check_memory(
         have = torch.cuda.get_device_properties(device).total_memory
         if average * world.local_size > host:
             raise InputError(
-                f"ema.decay={config.ema.decay}: the average of the weights needs {average * world.local_size / 2**30:,.1f} "
-                f"GiB of host memory, the machine has {host / 2**30:,.1f} GiB; valid: null, or more ranks"
+                f"ema.decay={config.ema.decay}: the average of the weights needs "
+                f"{average * world.local_size / 2**30:,.1f} GiB of host memory, the machine has {host / 2**30:,.1f} GiB; "
+                "valid: null, or more ranks"
             )
     else:
         have = host

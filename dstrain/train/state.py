@@ -149,7 +149,9 @@ def restore(model: Model, optimizer: AdamW, path: Path, ema: Ema | None = None) 
     if ema is not None and not has_average:
         ema.start()
         return [f"ema.decay={ema.decay:g}: {path.name} holds no average of the weights, so it starts from its weights"]
-    return [f"ema.decay=null: the average of the weights in {path.name} is dropped"] if has_average and ema is None else []
+    if ema is None and has_average:
+        return [f"ema.decay=null: the average of the weights in {path.name} is dropped"]
+    return []
 
 
 def load_weights(model: Model, optimizer: AdamW, path: Path, prefixes: Sequence[str]) -> None:

@@ -59,8 +59,8 @@ class Stepper:
     ):
         """stream.batch(first, count) -> tokens and documents, int64 [count, L + 1 + D].
 
-        layout: connected, what the model and the optimizer were built for; None: this process is alone. ema: gets every
-        update.
+        layout: connected, what the model and the optimizer were built for; None: this process is alone. ema: started,
+        takes in every update.
         """
         layout = Layout(config) if layout is None else layout
         self.config, self.model, self.optimizer, self.dispatcher, self.stream = (

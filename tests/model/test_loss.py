@@ -27,5 +27,11 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(rows, monkeypatch):
     torch.testing.assert_close(state.grad, grads[0], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(head.weight.main_grad, grads[1], rtol=1e-10, atol=1e-12)
     with torch.no_grad():
-        torch.testing.assert_close(loss.head_loss(state, head.weight, targets, None), expected, rtol=1e-12, atol=1e-12)
+        total, correct = loss.head_scores(state, head.weight, targets)
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(head.weight.main_grad, grads[1], rtol=1e-10, atol=1e-12)
+    found = (state @ head.weight.t()).argmax(-1)
+    assert correct == sum(int(best) == target for best, target in zip(found, targets.tolist()))
+    assert loss.head_scores(state.detach(), head.weight, found)[1] == rows
+    flat = torch.zeros_like(head.weight)  # among equal logits id 0 is the greedy choice
+    assert loss.head_scores(state.detach(), flat, torch.arange(rows) % 61)[1] == -(-rows // 61)

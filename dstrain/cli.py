@@ -124,6 +124,15 @@ def _plan(overrides: list[str]) -> int:
     return plan(config)
 
 
+def _report(overrides: list[str]) -> int:
+    from dstrain.config.compose import compose
+
+    config, _, _ = compose("report", overrides)
+    from dstrain.telemetry.report import report
+
+    return report(config)
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     summary: str
@@ -144,6 +153,7 @@ COMMANDS = {
     "prepare": Command(
         "encode a corpus into token files", "from=texts.jsonl tokenizer=tokenizer.json out=data/tokens/mine", _prepare
     ),
+    "report": Command("what a run did, or several, as one HTML file", "run=runs/tiny", _report),
     "plan": Command("memory, time and price of a run on a cluster", "recipe=deepseek_v3 cluster=h800_2048", _plan),
 }
 

@@ -41,13 +41,14 @@ from dstrain.config.schema import (
     ImportConfig,
     PlanConfig,
     PrepareConfig,
+    ReportConfig,
     TrainConfig,
 )
 from dstrain.config.validate import AnyConfig
 
 COMMANDS = {
     "train": TrainConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig, "export": ExportConfig,
-    "import": ImportConfig, "plan": PlanConfig, "prepare": PrepareConfig,
+    "import": ImportConfig, "plan": PlanConfig, "prepare": PrepareConfig, "report": ReportConfig,
 }
 OPTIONAL = ("recipe", "cluster")  # groups without a choice of their own
 CONFIG_FILE = "config.yaml"
@@ -204,7 +205,7 @@ def _parse(schema: type, choices: dict[str, list[str]], text: str) -> Override:
         if value not in choices[key] and not (value == "null" and key in OPTIONAL):
             raise InputError(f"unknown choice {key}={value} (valid: {', '.join(choices[key])})")
         return Override(key, value, is_group=True)
-    if key == "run" and key in fields:
+    if key == "run" and container_of(key_hints(schema).get(key)) is dict:
         raise InputError("run: give its keys one by one, as in run.steps=10; not all of them are remembered with a run")
     if key.split(".")[0] not in fields:
         raise InputError(unknown_key(key, sorted({*fields, *choices}), all_keys(schema)))

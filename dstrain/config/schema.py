@@ -311,6 +311,14 @@ class PrepareConfig:
 
 
 @dataclass
+class ReportConfig:
+    """The whole configuration of `dstrain report`."""
+
+    run: str  # a run folder, or several between commas, which are laid over each other
+    out: str | None = None  # the page; null: report.html in the run's folder, or for several here
+
+
+@dataclass
 class ClusterConfig:
     """The GPUs that a plan is for: what each of them computes, holds and sends. GB and TFLOPS are powers of ten."""
 

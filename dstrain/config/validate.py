@@ -18,6 +18,7 @@ from dstrain.config.schema import (
     PlanConfig,
     PrecisionConfig,
     PrepareConfig,
+    ReportConfig,
     RunConfig,
     ScheduleConfig,
     Segment,
@@ -26,7 +27,9 @@ from dstrain.config.schema import (
     YarnConfig,
 )
 
-AnyConfig = TrainConfig | GenerateConfig | EvaluateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig
+AnyConfig = (
+    TrainConfig | GenerateConfig | EvaluateConfig | ExportConfig | ImportConfig | PlanConfig | PrepareConfig | ReportConfig
+)
 PRECISIONS = ("auto", "fp32", "bf16", "fp8", "fp64")
 FP8_BACKENDS = ("auto", "emulated", "triton", "torch", "transformer_engine", "deepgemm")
 FP8_SCALES = ("power_of_two", "fp32")
@@ -64,6 +67,11 @@ def validate(config: AnyConfig) -> AnyConfig:
         _plan(config)
     if isinstance(config, PrepareConfig):
         _prepare(config)
+        return config
+    if isinstance(config, ReportConfig):
+        _given("run", config.run, "a run folder, as in run=runs/tiny, or several as in run=runs/a,runs/b")
+        if config.out is not None:
+            _given("out", config.out, "null or the page to write, as in out=report.html")
         return config
     _run(config.run)
     _model(config.model)

@@ -42,9 +42,10 @@ class LastingOutput:
 
 
 class RunConsole:
-    def __init__(self, log_every: int, quiet: bool = False):
-        """quiet: say nothing, for ranks other than the first."""
-        file = LastingOutput(sys.stdout) if sys.stdout is not None else None  # None: closed by whoever started us
+    def __init__(self, log_every: int, quiet: bool = False, to_stderr: bool = False):
+        """quiet: say nothing, for ranks other than the first. to_stderr: standard output is for something else."""
+        stream = sys.stderr if to_stderr else sys.stdout
+        file = LastingOutput(stream) if stream is not None else None  # None: closed by whoever started us
         self.console = Console(file=file, highlight=False, soft_wrap=True, quiet=quiet)
         self.log_every = log_every
         self.live = None

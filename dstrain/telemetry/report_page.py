@@ -206,7 +206,6 @@ def _evaluations(run: Run) -> str:
         return ""
     depths = max(len(record["loss_mtp"]) for record in run.evaluations)
     shown = run.evaluations[-MOST_EVALUATIONS:]
-    weights = any(record["weights"] for record in shown)
 
     def cell(value: float | None) -> str:
         return "<td>–" if value is None else f"<td>{value:.4f}"
@@ -217,11 +216,9 @@ def _evaluations(run: Run) -> str:
         text = "the whole" if record["whole"] else "a part"
         tokens = "" if record["heldout_tokens"] is None else f", {record['heldout_tokens']:,.0f} tokens"
         rows += (f"<tr><td>{record['step']:,}<td>{tokens_words(record['tokens'] or 0)}{cell(record['loss'])}"
-                 + "".join(map(cell, mtp)) + cell(record["bits_per_byte"]) + f"<td>{text}{tokens}"
-                 + (f"<td>{escape(record['weights'])}" if weights else "") + "</tr>")
+                 + "".join(map(cell, mtp)) + cell(record["bits_per_byte"]) + f"<td>{text}{tokens}</tr>")
     more = f"<p class=note>The last {MOST_EVALUATIONS} of {len(run.evaluations):,}.</p>" * (len(run.evaluations) > len(shown))
     head = ["step", "tokens", "loss", *(f"MTP {k + 1}" for k in range(depths)), "bits per byte", "held-out text"]
-    head += ["weights"] if weights else []
     return (f"{more}<div class=scroll><table><thead><tr>{''.join(f'<th scope=col>{word}' for word in head)}</tr></thead>"
             f"<tbody>{rows}</tbody></table></div>")
 

@@ -143,6 +143,8 @@ def _add(run: Run, row: dict) -> None:
     run.rollbacks += tokens < run.tokens
     run.steps, run.tokens = run.steps + 1, tokens
     numbers = {key: row.get(key) for key in SCALARS}
+    if row.get("moe_load") == []:  # a model without experts: 0, always
+        del numbers["moe_max_violation"], numbers["loss_balance"]
     if isinstance(mtp := row.get("loss_mtp"), list):
         numbers |= {f"loss_mtp.{depth}": loss for depth, loss in enumerate(mtp[:NAMES])}
     for key in MAPPINGS:
@@ -173,7 +175,6 @@ def _evaluation(record: dict) -> dict:
         "step": record["step"], **{key: number(record.get(key)) for key in keys},
         "loss_mtp": [number(loss) for loss in mtp[:NAMES]] if isinstance(mtp, list) else [],
         "whole": record.get("whole") is True,
-        "weights": str(record.get("weights", "")),
     }
 
 

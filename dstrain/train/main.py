@@ -30,6 +30,7 @@ from dstrain.precision.policy import Precision, resolve_precision
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.peak import peak_tflops
 from dstrain.train.ema import Ema
+from dstrain.telemetry.report import report_of_run
 from dstrain.train.initial import carried_files, own_checkpoint, start_from, with_tokenizer
 from dstrain.train.job import Job, RunFailure
 from dstrain.train.needs import check_memory, checkpoint_bytes
@@ -138,9 +139,13 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
         trainer.leave_save()
 
     job.start_watch(layout.mesh.host_group, hosts, config.parallel.timeout, on_verdict)
-    final = trainer.run()
-    report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
-    job.end(layout.mesh.host_group)
+    try:
+        final = trainer.run()
+        report_end(console, "so far" if trainer.signals.received else "done", folder, state, final, corpus)
+        job.end(layout.mesh.host_group)
+    finally:
+        if world.is_first:  # when no rank waits for it any more
+            report_of_run(folder.path, console)
     folder.release()
     world.end()
     return 0

@@ -20,7 +20,6 @@ from dstrain.parallel.layout import Layout
 from dstrain.parallel.place import here
 from dstrain.parallel.watch import LEAVE
 from dstrain.telemetry.jsonl import JsonLines, NoLines
-from dstrain.telemetry.report import report_of_run
 from dstrain.train.evaluation import evaluate_heldout
 from dstrain.train.job import RunFailure
 from dstrain.train.optimizer import AdamW
@@ -115,8 +114,6 @@ class Trainer:
         finally:
             metrics_file.close()
             self.eval_file.close()
-            if self.leads:
-                report_of_run(folder.path, self.console)
 
     def stopping(self) -> str | None:
         """The name of the signal that ends the run, on all ranks after the same step."""

@@ -1,7 +1,8 @@
 // Heat maps of the experts' load: layer by expert at a time that a slider chooses, and one layer over the whole run.
-// Both are slices of one cube of bytes: 128 + 32 log2(load / mean of the layer); 0: not known.
+// Both are slices of one cube of bytes: 160 + 24 log2(load / mean of the layer); 0: not known.
 const loadRuns = runs.map(run => run.load && {...run.load, codes: Uint8Array.from(atob(run.load.codes), c => c.charCodeAt(0))});
-const shareOf = code => 2 ** ((code - 128) / 32);
+const EVEN = 160, PER_OCTAVE = 24;
+const shareOf = code => 2 ** ((code - EVEN) / PER_OCTAVE);
 const element = id => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -10,7 +11,7 @@ function colourOf(code) {
   if (code === 0) return "transparent";
   const starving = dark.matches ? [226, 120, 255] : [142, 36, 170], even = dark.matches ? [38, 44, 52] : [241, 241, 238];
   const under = dark.matches ? [92, 170, 255] : [18, 78, 150], over = dark.matches ? [255, 128, 96] : [176, 32, 32];
-  const octaves = (code - 128) / 32;
+  const octaves = (code - EVEN) / PER_OCTAVE;
   if (shareOf(code) < 0.1) return `rgb(${starving})`;
   const part = Math.min(Math.abs(octaves) / 3, 1) ** 0.8;
   return `rgb(${even.map((value, i) => Math.round(value + part * ((octaves < 0 ? under : over)[i] - value)))})`;
@@ -81,14 +82,14 @@ function drawLoad() {
 // The colours' meaning, from a tenth to eight times the mean.
 function drawScale() {
   const marks = [0.1, 0.25, 0.5, 1, 2, 4, 8], steps = 120, low = Math.log2(1 / 16), high = 3;
-  const codes = Array.from({length: steps}, (_, i) => Math.round(128 + 32 * (low + (i + 0.5) / steps * (high - low))));
+  const codes = Array.from({length: steps}, (_, i) => Math.round(EVEN + PER_OCTAVE * (low + (i + 0.5) / steps * (high - low))));
   const labels = marks.map(mark => [Math.min(Math.round((Math.log2(mark) - low) / (high - low) * steps), steps - 1), `${mark}`]);
   heatMap(element("load-scale"), 1, steps, 12, (_, column) => codes[column], [""], labels, () => ["load over the mean of the layer", ""]);
 }
 
 // The layer whose load is furthest from even at the end.
 function unevenLayer({layers, experts, codes}) {
-  const off = layers.map((_, l) => Math.max(...codes.slice(codes.length - (layers.length - l) * experts).slice(0, experts).map(code => Math.abs(code - 128))));
+  const off = layers.map((_, l) => Math.max(...codes.slice(codes.length - (layers.length - l) * experts).slice(0, experts).map(code => Math.abs(code - EVEN))));
   return off.indexOf(Math.max(...off));
 }
 

@@ -160,8 +160,8 @@ def run_data(run: Run, cells: int) -> dict:
 def load_data(run: Run, cells: int) -> dict | None:
     """The heat maps' cube, None where there is none.
 
-    `codes` is base64 of one byte per piece, layer and expert: 128 + 32 log2(load / mean of the layer), held in 1 … 255,
-    so a step is 2.2 %; 0 where nothing is known.
+    `codes` is base64 of one byte per piece, layer and expert: 160 + 24 log2(load / mean of the layer), held in 1 … 255,
+    a hundredth to fifteen times the mean in steps of 2.9 %; 0 where nothing is known.
     """
     load: LoadBins = run.load
     if load.sums is None:
@@ -169,7 +169,7 @@ def load_data(run: Run, cells: int) -> dict | None:
     layers, experts = load.shape
     spans, shares = load.frames(max(FEWEST_FRAMES, cells // (layers * experts)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        codes = np.clip(np.rint(128 + 32 * np.log2(shares)), 1, 255)
+        codes = np.clip(np.rint(160 + 24 * np.log2(shares)), 1, 255)
     codes = np.where(np.isnan(shares), 0, codes).astype(np.uint8)
     return {
         "layers": layer_names(run, layers), "experts": experts, "first": [span.first_step for span in spans],

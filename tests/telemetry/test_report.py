@@ -29,7 +29,7 @@ def page_of(*folders: Path, out: Path | None = None) -> Page:
 def decoded(load: dict) -> np.ndarray:
     """Load over mean [pieces, layers, experts] of the cube of bytes."""
     codes = np.frombuffer(base64.b64decode(load["codes"]), np.uint8)
-    return 2 ** ((codes.reshape(len(load["first"]), len(load["layers"]), load["experts"]) - 128.0) / 32)
+    return 2 ** ((codes.reshape(len(load["first"]), len(load["layers"]), load["experts"]) - 160.0) / 24)
 
 
 def test_a_run_writes_its_report_and_its_numbers_are_those_of_the_metrics(tmp_path):
@@ -54,7 +54,7 @@ def test_a_run_writes_its_report_and_its_numbers_are_those_of_the_metrics(tmp_pa
     assert [e["whole"] for e in shown["evaluations"]] == [False, False, False, True]
     load = np.array([line["moe_load"] for line in rows], float)
     share = load / load.mean(-1, keepdims=True)
-    assert decoded(shown["load"]) == pytest.approx(np.clip(share, 2**-127 / 32, None), rel=0.011, abs=0.07)
+    assert decoded(shown["load"]) == pytest.approx(np.clip(share, 2 ** (-159 / 24), 2 ** (95 / 24)), rel=0.015)
     dense, layers = settings.model.first_k_dense_replace, settings.model.num_hidden_layers
     assert shown["load"]["layers"] == [*map(str, range(dense, layers)), f"{layers} (MTP 1)", f"{layers + 1} (MTP 2)"]
     assert page.titles == ["Main loss", "MTP losses", "Balance loss", "Bits per byte", "Gradient norm", "Learning rate",

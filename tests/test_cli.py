@@ -12,7 +12,15 @@ import pytest
 from dstrain.cli import COMMANDS, main
 from dstrain.config.build import all_keys, key_hints, without_none
 from dstrain.config.errors import InputError
-from dstrain.config.schema import ExportConfig, GenerateConfig, ImportConfig, PlanConfig, PrepareConfig, TrainConfig
+from dstrain.config.schema import (
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PlanConfig,
+    PrepareConfig,
+    ReportConfig,
+    TrainConfig,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -119,7 +127,7 @@ def test_interrupt_is_exit_code_130(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("command", "schema"),
     [("train", TrainConfig), ("generate", GenerateConfig), ("export", ExportConfig), ("import", ImportConfig),
-     ("plan", PlanConfig), ("prepare", PrepareConfig)],
+     ("plan", PlanConfig), ("prepare", PrepareConfig), ("report", ReportConfig)],
 )
 def test_help_shows_every_key_with_type_and_meaning(command, schema, capsys):
     assert main([command, "--help"]) == 0

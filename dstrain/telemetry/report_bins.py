@@ -61,7 +61,9 @@ class Bins:
         if halved:
             self.spans = [first.add(second) for first, second in zip(self.spans[::2], self.spans[1::2])]
             self.series = {name: _pairs(self._whole(bins), _both) for name, bins in self.series.items()}
-            self.named = {name: _pairs(self._whole(bins, Counter), Counter.__add__) for name, bins in self.named.items()}
+            self.named = {
+                name: _pairs(self._whole(counts, Counter), Counter.__add__) for name, counts in self.named.items()
+            }
             self.width *= 2
         span = Span(step, step, tokens, 1)
         if self.spans and self.spans[-1].steps < self.width:
@@ -96,8 +98,8 @@ def _pairs(bins: list, join) -> list:
 class LoadBins:
     """Load of every expert over the mean of its layer, averaged over each of at most `limit` bins of steps.
 
-    Of the steps of a bin at most `most` are looked at, evenly spaced, before bins are joined: a line of metrics.jsonl is
-    load nearly all of it, and a run of a hundred thousand steps has gigabytes. `limit * most` steps are looked at all.
+    Of a bin's steps at most `most` are looked at, evenly spaced, before bins are joined: nearly all of a line of
+    metrics.jsonl is load, and a run of a hundred thousand steps has gigabytes. The first `limit * most` steps all are.
     """
 
     def __init__(self, limit: int = 128, most: int = 16):
@@ -129,7 +131,7 @@ class LoadBins:
             self.counts[len(self.bins.spans) - 1] += 1
 
     def frames(self, most: int) -> tuple[list[Span], np.ndarray]:
-        """At most `most` pieces of the run -> their steps, and load over its layer's mean, float32 [pieces, layers, experts].
+        """At most `most` pieces of the run -> their steps, and load over mean, float32 [pieces, layers, experts].
 
         NaN where no step of a piece was looked at.
         """

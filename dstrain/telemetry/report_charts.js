@@ -1,77 +1,8 @@
-// Line charts of the report: an SVG for each panel, drawn for the width that there is. Pointing at one names its numbers,
-// dragging across one zooms all of them. Text of a run goes into the page as text only.
-"use strict";
-const {panels, runs} = JSON.parse(document.getElementById("numbers").textContent);
-const view = {from: -Infinity, to: Infinity, smooth: 1, hidden: new Set()};
+// Line charts of the report: an SVG for each panel, drawn for the width that there is. Pointing at one names its
+// numbers, dragging across one zooms all of them.
+const view = {from: -Infinity, to: Infinity, smooth: 1, hidden: new Set()};  // hidden: numbers of runs
 const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 2"];
 const HEIGHT = 218, LEFT = 54, RIGHT = 12, TOP = 8, BOTTOM = 24;
-const tip = document.getElementById("tip");
-
-function svg(parent, name, attributes, text) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  if (text !== undefined) node.textContent = text;
-  parent.append(node);
-  return node;
-}
-
-function html(parent, name, attributes, text) {
-  const node = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  if (text !== undefined) node.textContent = text;
-  parent.append(node);
-  return node;
-}
-
-function tokensWords(value) {
-  for (const [unit, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]])
-    if (Math.abs(value) >= unit) return `${+(value / unit).toPrecision(4)}${letter}`;
-  return `${+value.toPrecision(4)}`;
-}
-
-function words(value, percent) {
-  if (value === null || value === undefined) return "–";
-  if (percent) return `${+(100 * value).toPrecision(4)}%`;
-  const size = Math.abs(value);
-  if (size >= 1e7) return tokensWords(value);
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return size && size < 1e-3 ? value.toExponential(2) : `${+value.toPrecision(5)}`;
-}
-
-function stepsWords(first, last) {
-  return first === last ? `step ${first.toLocaleString("en")}`
-    : `steps ${first.toLocaleString("en")} to ${last.toLocaleString("en")}`;
-}
-
-// Round numbers from low to high, about as many as asked; powers of ten on a logarithmic axis.
-function ticks(low, high, count, log) {
-  const found = [];
-  if (log) {
-    const fine = Math.log10(high / low) < 2 ? [1, 2, 5] : [1];
-    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
-      for (const part of fine) {
-        const value = part * 10 ** power;
-        if (value >= low && value <= high) found.push(value);
-      }
-    const every = Math.ceil(found.length / (count + 2));
-    return found.filter((_, i) => i % every === 0);
-  }
-  const raw = (high - low) / count, base = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map(factor => factor * base).find(size => size >= raw) || 10 * base;
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
-  return found;
-}
-
-// Centred mean over so many points, of those that are there.
-function smoothed(values, points) {
-  if (points <= 1) return values;
-  const half = points >> 1;
-  return values.map((value, i) => {
-    if (value === null) return null;
-    const near = values.slice(Math.max(0, i - half), i + half + 1).filter(other => other !== null);
-    return near.reduce((sum, other) => sum + other, 0) / near.length;
-  });
-}
 
 // Colours tell runs apart where there are several, else series; dashes then tell series apart.
 function paint(series, several) {
@@ -107,15 +38,17 @@ function dotsOf(panel) {
     panel.points.forEach(([name, label], s) => {
       const colour = runs.length > 1 ? `var(--c${r % 10})` : dotColour(panel, s);
       const records = run.evaluations.filter(record => (record[name] ?? null) !== null);
-      if (records.length) dots.push({run, name, records, colour, label: runs.length > 1 ? `${run.name}, ${label}` : label});
+      const whose = runs.length > 1 ? `${run.name}, ` : "";
+      if (records.length) dots.push({name, records, colour, label: `${whose}${label}`});
     });
   });
   return dots;
 }
 
 function whole() {
-  const all = runs.filter((_, r) => !view.hidden.has(r)).flatMap(run => [...run.tokens, ...run.evaluations.map(e => e.tokens)]);
-  const low = all.reduce((a, b) => Math.min(a, b), Infinity), high = all.reduce((a, b) => Math.max(a, b), -Infinity);
+  const shown = runs.filter((_, r) => !view.hidden.has(r));
+  const all = shown.flatMap(run => [...run.tokens, ...run.evaluations.map(record => record.tokens)]);
+  const low = least(all), high = most(all);
   return all.length ? [low, high > low ? high : low + 1] : [0, 1];
 }
 
@@ -144,11 +77,13 @@ class Chart {
     this.from = Math.max(view.from, low);
     this.to = Math.min(view.to, high);
     const [bottom, top] = this.range();
-    this.x = tokens => LEFT + (tokens - this.from) / (this.to - this.from) * (this.width - LEFT - RIGHT);
     const scale = panel.log ? Math.log : value => value;
-    this.y = value => HEIGHT - BOTTOM - (scale(value) - scale(bottom)) / (scale(top) - scale(bottom)) * (HEIGHT - TOP - BOTTOM);
+    const tall = HEIGHT - TOP - BOTTOM, wide = this.width - LEFT - RIGHT;
+    this.y = value => TOP + tall - (scale(value) - scale(bottom)) / (scale(top) - scale(bottom)) * tall;
+    this.x = tokens => LEFT + (tokens - this.from) / (this.to - this.from) * wide;
     this.place.replaceChildren();
-    const root = svg(this.place, "svg", {viewBox: `0 0 ${this.width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": panel.title});
+    const box = `0 0 ${this.width} ${HEIGHT}`;
+    const root = svg(this.place, "svg", {viewBox: box, height: HEIGHT, role: "img", "aria-label": panel.title});
     for (const value of ticks(bottom, top, 4, panel.log)) {
       const y = this.y(value).toFixed(1);
       svg(root, "path", {class: "gridline", d: `M${LEFT} ${y}H${this.width - RIGHT}`});
@@ -156,20 +91,23 @@ class Chart {
     }
     svg(root, "path", {class: "axis", d: `M${LEFT} ${HEIGHT - BOTTOM}H${this.width - RIGHT}`});
     for (const value of ticks(this.from, this.to, this.width < 380 ? 3 : 5)) {
-      const x = this.x(value), anchor = x > this.width - 30 ? "end" : "middle";
-      svg(root, "text", {x: (anchor === "end" ? this.width - 2 : x).toFixed(1), y: HEIGHT - 6, "text-anchor": anchor}, tokensWords(value));
+      const x = this.x(value), last = x > this.width - 30;
+      const at = {x: (last ? this.width - 2 : x).toFixed(1), y: HEIGHT - 6, "text-anchor": last ? "end" : "middle"};
+      svg(root, "text", at, tokensWords(value));
     }
     const clip = `clip${panels.indexOf(panel)}`;
-    svg(svg(root, "clipPath", {id: clip}), "rect", {x: LEFT - 3, y: TOP - 4, width: this.width - LEFT - RIGHT + 6, height: HEIGHT - TOP - BOTTOM + 7});
+    svg(svg(root, "clipPath", {id: clip}), "rect", {x: LEFT - 6, y: TOP - 4, width: wide + 12, height: tall + 7});
     const inner = svg(root, "g", {"clip-path": `url(#${clip})`});
     if (panel.skipped) this.drawSkipped(inner);
     for (const line of this.lines) this.drawLine(inner, line);
     for (const {records, colour, name} of this.dots)
       for (const record of records)
-        svg(inner, "circle", {class: "evaluation", cx: this.x(record.tokens).toFixed(1), cy: this.y(record[name]).toFixed(1),
-          r: record.whole ? 5 : 3, fill: record.whole ? colour : "var(--card)", stroke: colour, "stroke-width": 1.6});
+        svg(inner, "circle", {
+          class: "evaluation", cx: this.x(record.tokens).toFixed(1), cy: this.y(record[name]).toFixed(1),
+          r: record.whole ? 5 : 3, fill: record.whole ? colour : "var(--card)", stroke: colour,
+        });
     this.rule = svg(root, "path", {class: "rule", visibility: "hidden", d: ""});
-    this.drag = svg(root, "rect", {class: "drag", visibility: "hidden", y: TOP, height: HEIGHT - TOP - BOTTOM});
+    this.drag = svg(root, "rect", {class: "drag", visibility: "hidden", y: TOP, height: tall});
     this.drawLegend();
   }
 
@@ -178,9 +116,12 @@ class Chart {
     const start = this.panel.settled && view.from === -Infinity ? this.from + (this.to - this.from) / 20 : this.from;
     const inView = tokens => tokens >= start && tokens <= this.to;
     const seen = value => value !== null && value !== undefined && (!this.panel.log || value > 0);
-    const values = [...this.lines.flatMap(line => line.y.filter((_, i) => inView(line.x[i]))),
-      ...this.dots.flatMap(({records, name}) => records.filter(e => inView(e.tokens)).map(e => e[name]))].filter(seen);
-    let low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    const values = [
+      ...this.lines.flatMap(line => line.y.filter((_, i) => inView(line.x[i]))),
+      ...this.dots.flatMap(({records, name}) => records.filter(e => inView(e.tokens)).map(e => e[name])),
+    ].filter(seen);
+    let low = least(values);
+    const high = most(values);
     if (!values.length) return this.panel.log ? [1, 10] : [0, 1];
     if (this.panel.log) return high > 1.3 * low ? [low / 1.1, high * 1.1] : [low / 2, high * 2];
     if (this.panel.zero) low = Math.min(low, 0);
@@ -201,20 +142,25 @@ class Chart {
   }
 
   drawLine(parent, line) {
+    const {colour, dash} = line;
     const at = (i, values) => `${this.x(line.x[i]).toFixed(1)} ${this.y(values[i]).toFixed(1)}`;
+    const along = (piece, values) => piece.map(i => at(i, values)).join("L");
     for (const piece of this.pieces(line, line.y)) {
       if (this.panel.dots || piece.length === 1) {
-        for (const i of piece)
-          svg(parent, "circle", {class: "dot", cx: this.x(line.x[i]).toFixed(1), cy: this.y(line.y[i]).toFixed(1), r: 2, fill: line.colour});
+        for (const i of piece) {
+          const [cx, cy] = at(i, line.y).split(" ");
+          svg(parent, "circle", {class: "dot", cx, cy, r: 2, fill: colour});
+        }
         continue;
       }
       if (line.low) {
         const low = line.low.map((value, i) => this.panel.log && value <= 0 ? line.raw[i] : value);
-        const d = `M${piece.map(i => at(i, line.high)).join("L")}L${piece.toReversed().map(i => at(i, low)).join("L")}Z`;
-        svg(parent, "path", {class: "band", fill: line.colour, d});
+        const back = [...piece].reverse();
+        svg(parent, "path", {class: "band", fill: colour, d: `M${along(piece, line.high)}L${along(back, low)}Z`});
       }
-      if (line.y !== line.raw) svg(parent, "path", {class: "line faint", stroke: line.colour, d: `M${piece.map(i => at(i, line.raw)).join("L")}`});
-      svg(parent, "path", {class: "line", stroke: line.colour, "stroke-dasharray": line.dash, d: `M${piece.map(i => at(i, line.y)).join("L")}`});
+      if (line.y !== line.raw)
+        svg(parent, "path", {class: "line faint", stroke: colour, d: `M${along(piece, line.raw)}`});
+      svg(parent, "path", {class: "line", stroke: colour, "stroke-dasharray": dash, d: `M${along(piece, line.y)}`});
     }
   }
 
@@ -243,9 +189,12 @@ class Chart {
     const marks = skipped && runs.some(run => run.skipped.some(count => count));
     if (series.length + points.length + marks < 2) return;
     series.forEach(([, label], s) => entry(label, "path", {class: "line", d: "M0 4H22", ...paint(s, several)}));
-    points.forEach(([, label], s) => entry(label, "circle",
-      {cx: 11, cy: 4, r: 3, fill: "var(--card)", "stroke-width": 1.6, stroke: several ? "var(--soft)" : dotColour(this.panel, s)}));
-    if (marks) entry("skipped step", "path", {class: "flag", d: "M11 9l-4 -7h8z", fill: several ? "var(--soft)" : "var(--bad)"});
+    points.forEach(([, label], s) => {
+      const stroke = several ? "var(--soft)" : dotColour(this.panel, s);
+      entry(label, "circle", {class: "evaluation", cx: 11, cy: 4, r: 3, fill: "var(--card)", stroke});
+    });
+    const fill = several ? "var(--soft)" : "var(--bad)";
+    if (marks) entry("skipped step", "path", {class: "flag", d: "M11 9l-4 -7h8z", fill});
   }
 
   inside(event) {
@@ -256,10 +205,11 @@ class Chart {
   tokensAt(x) { return this.from + (x - LEFT) / (this.width - LEFT - RIGHT) * (this.to - this.from); }
 
   point(event) {
-    const x = this.inside(event), tokens = this.tokensAt(x);
+    const x = this.inside(event), tokens = this.tokensAt(x), {percent} = this.panel, several = runs.length > 1;
     if (this.begun !== undefined && this.begun !== null) {
       const [a, b] = [Math.min(this.begun, x), Math.max(this.begun, x)];
-      for (const [key, value] of Object.entries({x: a, width: b - a, visibility: "visible"})) this.drag.setAttribute(key, value);
+      const shown = {x: a, width: b - a, visibility: "visible"};
+      for (const [key, value] of Object.entries(shown)) this.drag.setAttribute(key, value);
     }
     rule(tokens);
     tip.replaceChildren();
@@ -269,16 +219,20 @@ class Chart {
       const i = nearest(line.x, tokens, line.raw);
       if (i === null) continue;
       if (line.run !== told) {
-        const {first, last, skipped} = line.run, missing = skipped[i] ? `, ${first[i] === last[i] ? "" : `${skipped[i]} `}skipped` : "";
-        html(tip, "p", {class: "at"}, `${runs.length > 1 ? `${line.run.name}, ` : ""}${stepsWords(first[i], last[i])}${missing}`);
+        const {first, last, skipped} = line.run, one = first[i] === last[i];
+        const missing = skipped[i] ? `, ${one ? "" : `${skipped[i]} `}skipped` : "";
+        html(tip, "p", {}, `${several ? `${line.run.name}, ` : ""}${stepsWords(first[i], last[i])}${missing}`);
         told = line.run;
       }
-      const range = line.low && line.low[i] !== line.high[i] ? ` (${words(line.low[i], this.panel.percent)} to ${words(line.high[i], this.panel.percent)})` : "";
-      tell(line.colour, line.label, words(line.raw[i], this.panel.percent), range);
+      const varies = line.low && line.low[i] !== line.high[i];
+      const range = varies ? ` (${words(line.low[i], percent)} to ${words(line.high[i], percent)})` : "";
+      tell(line.colour, line.label, words(line.raw[i], percent), range);
     }
     for (const {records, name, colour, label} of this.dots) {
       const i = nearest(records.map(record => record.tokens), tokens, records.map(record => record[name]));
-      if (i !== null) tell(colour, `${label}, step ${records[i].step.toLocaleString("en")}`, words(records[i][name]), records[i].whole ? " whole text" : "");
+      if (i === null) continue;
+      const {step, whole} = records[i];
+      tell(colour, `${label}, step ${step.toLocaleString("en")}`, words(records[i][name]), whole ? " whole text" : "");
     }
     place(event);
   }
@@ -291,30 +245,6 @@ class Chart {
     const ends = [this.tokensAt(begun), this.tokensAt(this.inside(event))].sort((a, b) => a - b);
     if (Math.abs(begun - this.inside(event)) > 8) zoom(...ends);
   }
-}
-
-function nearest(positions, tokens, values) {
-  let best = null;
-  positions.forEach((at, i) => {
-    if (values[i] !== null && (best === null || Math.abs(at - tokens) < Math.abs(positions[best] - tokens))) best = i;
-  });
-  return best;
-}
-
-function tell(colour, label, value, small) {
-  const line = html(tip, "p", {});
-  html(line, "i", {class: "swatch", style: `background:${colour}`});
-  line.append(`${label} `);
-  html(line, "b", {}, value);
-  html(line, "em", {}, small);
-}
-
-// Beside the pointer, inside the window.
-function place(event) {
-  tip.hidden = false;
-  const box = tip.getBoundingClientRect(), beside = event.clientX + 16;
-  tip.style.left = `${Math.max(6, beside + box.width > innerWidth - 6 ? event.clientX - box.width - 16 : beside)}px`;
-  tip.style.top = `${Math.max(6, Math.min(event.clientY + 14, innerHeight - box.height - 6))}px`;
 }
 
 const charts = [...document.querySelectorAll("figure[data-panel]")].map(figure => new Chart(figure));
@@ -330,12 +260,12 @@ function drawAll() { for (const chart of charts) chart.draw(); }
 
 function zoom(from, to) {
   Object.assign(view, {from, to});
-  document.getElementById("whole").hidden = from === -Infinity;
+  element("whole").hidden = from === -Infinity;
   drawAll();
 }
 
-document.getElementById("smooth")?.addEventListener("change", event => { view.smooth = +event.target.value; drawAll(); });
-document.getElementById("whole")?.addEventListener("click", () => zoom(-Infinity, Infinity));
+element("smooth")?.addEventListener("change", event => { view.smooth = +event.target.value; drawAll(); });
+element("whole")?.addEventListener("click", () => zoom(-Infinity, Infinity));
 for (const box of document.querySelectorAll("input[data-run]"))
   box.addEventListener("change", () => { view.hidden[box.checked ? "delete" : "add"](+box.dataset.run); drawAll(); });
 drawAll();

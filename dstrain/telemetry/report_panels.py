@@ -57,19 +57,20 @@ SECTIONS = [
         Panel("Tokens per second", "Of all ranks together.", [("tokens_per_second", "tokens per second")], zero=True),
         Panel("Model FLOPs utilization", "Of the devices' peak, without recomputation.", [("mfu", "MFU")], zero=True,
               percent=True),
-        Panel("Spread of step times", "How much longer the slowest rank works in a step than the median, waiting left out.",
+        Panel("Spread of step times", "How much longer the slowest rank works than the median, waiting left out.",
               [("step_time_spread", "spread")], zero=True, percent=True),
-        Panel("Slowest rank", "The rank that was slowest most often.", [("slowest_rank", "rank")], zero=True, dots=True),
+        Panel("Slowest rank", "The one that was slowest most often.", [("slowest_rank", "rank")], zero=True, dots=True),
         Panel("Token dispatch", "Bytes a step that all ranks sent to experts and back.",
               [("dispatch_slow_bytes", "between nodes"), ("dispatch_fast_bytes", "inside nodes")], zero=True),
     ]),
     ("Experts", [
-        Panel("Maximal violation", "The fullest expert's load over its layer's mean, less 1, in the worst layer of a step.",
+        Panel("Maximal violation", "The fullest expert's load over its layer's mean, less 1, in a step's worst layer.",
               [("moe_max_violation", "maximal violation")], zero=True, wide=True),
     ]),
     ("Data", [
         Panel("Shares of the sources", "Of the latest samples.", [("data_shares.*", "{n}")], zero=True, percent=True),
-        Panel("Shares of the tasks", "Of the latest samples.", [("data_task_shares.*", "{n}")], zero=True, percent=True),
+        Panel("Shares of the tasks", "Of the latest samples.", [("data_task_shares.*", "{n}")], zero=True,
+              percent=True),
         Panel("Epochs", "How often each source has been read.", [("data_epochs.*", "{n}")], zero=True),
     ]),
 ]
@@ -106,8 +107,8 @@ def _matching(patterns: list[tuple[str, str]], names: list[str]) -> Iterator[tup
 def _lines(run: Run) -> dict[str, list[float | None]]:
     """The value of every series in every bin."""
     bins = run.bins
-    found = {name: [rounded(bin.mean) if bin else None for bin in _padded(bins, bins.series[name])] for name in bins.series}
-    found.pop("skipped", None)
+    names = [name for name in bins.series if name != "skipped"]
+    found = {name: [rounded(bin.mean) if bin else None for bin in _padded(bins, bins.series[name])] for name in names}
     for name, counters in bins.named.items():
         counters = counters + [None] * (len(bins.spans) - len(counters))
         found[name] = [counter.most_common(1)[0][0] if counter else None for counter in counters]
@@ -127,8 +128,8 @@ def _padded(bins: Bins, series: list) -> list:
 def run_data(run: Run, cells: int) -> dict:
     """A run's numbers for the script; cells: of its heat maps, in bytes.
 
-    Bins: steps from `first` to `last`, `tokens` consumed after them; for each series `mean`, and where a bin has several
-    steps, `low` and `high`.
+    Bins: steps from `first` to `last`, `tokens` consumed after them; for each series `mean`, and where bins have more
+    than one step `low` and `high`.
     """
     bins = run.bins
     ranges = {}
@@ -180,7 +181,7 @@ def load_data(run: Run, cells: int) -> dict | None:
 
 
 def layer_names(run: Run, count: int) -> list[str]:
-    """The names of MoE layers, those of MTP modules last: their number among all layers, which weights are named after."""
+    """The names of MoE layers, those of MTP modules last: the number in the names of their weights."""
     dense, layers = run.setting("model", "first_k_dense_replace"), run.setting("model", "num_hidden_layers")
     depth = run.setting("model", "num_nextn_predict_layers")
     if all(isinstance(value, int) for value in (dense, layers, depth)) and layers - dense + depth == count:

@@ -35,7 +35,7 @@ LOAD_BEGIN, LOAD_END = b'"moe_load": [[', b"]]"
 
 @dataclass
 class Run:
-    """What is known of a run. Series of `bins` have the names of metrics.jsonl; loss_mtp.0, data_shares.web for parts."""
+    """What is known of a run. Series have the names of metrics.jsonl, their parts loss_mtp.0 or data_shares.web."""
 
     path: Path
     name: str
@@ -63,7 +63,7 @@ class Run:
 
 
 def read_run(path: Path, show: Callable[[int, int], None] = lambda done, total: None) -> Run:
-    """Everything in `path`. show(bytes read, bytes in all) is called now and then. Raises InputError for what is no run."""
+    """Everything in `path`. show(bytes read, bytes in all) is called at each line. InputError for what is no run."""
     metrics = path / "metrics.jsonl"
     try:
         if not path.is_dir() or not (metrics.is_file() or (path / "config.yaml").is_file()):

@@ -19,11 +19,13 @@ from report_runs import config, evaluation, row, write_run
 
 from dstrain.cli import main
 
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --force-device-scale-factor=1 --enable-logging=stderr --v=0"
+    "--disable-component-update --disable-sync --hide-scrollbars --force-device-scale-factor=1 "
+    "--enable-logging=stderr --v=0"
 ).split()
 
 WATCH = """<script>
@@ -36,7 +38,7 @@ PROBE = """<script>
 const found = {};
 function colours(canvas) {
   const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height), seen = new Set();
-  for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
+  for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(`${data.slice(i, i + 3)}`);
   return seen.size;
 }
 function panelsNow() {
@@ -66,7 +68,8 @@ function pixel(canvas, x, y) {
 }
 found.panels = panelsNow();
 found.page = [innerWidth, document.documentElement.scrollWidth];
-found.canvases = Object.fromEntries([...document.querySelectorAll("canvas")].map(canvas => [canvas.id, colours(canvas)]));
+found.canvases = {};
+for (const canvas of document.querySelectorAll("canvas")) found.canvases[canvas.id] = colours(canvas);
 found.tips = charts.map(chart => chart.lines.length && pointAt(chart, chart.x(chart.lines[0].x.at(-1))));
 STEPS
 found.problems = problems;
@@ -76,7 +79,8 @@ report.textContent = JSON.stringify(found);
 document.body.append(report);
 </script>"""
 
-FRAME = """<!DOCTYPE html><meta charset=utf-8><iframe style="width:{width}px;height:1200px;border:0" srcdoc="{source}"></iframe>
+FRAME = """<!DOCTYPE html><meta charset=utf-8>
+<iframe style="width:{width}px;height:1200px;border:0" srcdoc="{source}"></iframe>
 <script>const frame = document.querySelector("iframe");
 frame.addEventListener("load", () => document.body.append(frame.contentDocument.getElementById("probe")));</script>"""
 
@@ -91,7 +95,8 @@ def look(path: Path, width: int, steps: str, folder: Path) -> dict:
     probed.write_text(source)
     command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},1200", "--dump-dom",
                probed.as_uri()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
         out, err = process.communicate(timeout=180)
     finally:
@@ -100,10 +105,10 @@ def look(path: Path, width: int, steps: str, folder: Path) -> dict:
         except ProcessLookupError:
             pass
     probe = re.search(r'<pre id="probe">(.*?)</pre>', out, re.DOTALL)
-    assert probe, f"the page's script has not come to its end: {err[-2000:]}"
-    found = json.loads(html.unescape(probe[1]))
     ours = "Multiple readback operations"  # a hint about the probe's own way to see colours
-    found["console"] = [line for line in err.splitlines() if "CONSOLE" in line and ours not in line]
+    console = [line for line in err.splitlines() if "CONSOLE" in line and ours not in line]
+    assert probe, f"the page's script has not come to its end: {console or err[-2000:]}"
+    found = json.loads(html.unescape(probe[1])) | {"console": console}
     return found
 
 
@@ -113,21 +118,21 @@ def check(found: dict, width: int) -> None:
     for panel in found["panels"]:
         assert panel["lines"] + panel["dots"] + panel["evaluations"] > 0, panel["title"]
         assert not panel["broken"] and panel["inside"], panel["title"]
-        assert panel["width"] > min(300, width - 60) - 1 and panel["height"] > 150 and len(panel["labels"]) >= 4, panel["title"]
+        assert panel["width"] > min(300, width - 60) - 1 and panel["height"] > 150, panel["title"]
+        assert len(panel["labels"]) >= 4, panel["title"]
 
 
 def whole_run(folder: Path, steps: int = 700) -> Path:
     """A run with everything that has a panel; expert 5 of the first of 4 MoE layers starves in the second half."""
-    rows = []
+    rows, traffic = [], {"dispatch_slow_bytes": 1e9, "dispatch_fast_bytes": 2e9}
     for step in range(1, steps + 1):
         load = np.full((4, 16), 100)
         load[0, 5] = 2 if step > steps / 2 else 100
         load[3] = np.arange(16) * 10 + 10
         skipped = step in (200, 300)
         gone = {"loss_main": None, "grad_norm": None} if skipped else {}
-        rows.append(row(step, moe_load=load.tolist(), step_time_spread=0.1, slowest_rank=step % 7, dispatch_slow_bytes=1e9,
-                        dispatch_fast_bytes=2e9, data_shares={"web": 0.7, "code": 0.3}, data_task_shares={"fact": 0.7},
-                        skipped=skipped, **gone))
+        rows.append(row(step, moe_load=load.tolist(), step_time_spread=0.1, slowest_rank=step % 7, skipped=skipped,
+                        data_shares={"web": 0.7, "code": 0.3}, data_task_shares={"fact": 0.7}, **traffic, **gone))
     evaluations = [evaluation(step) for step in range(100, steps, 100)] + [evaluation(steps, whole=True)]
     return write_run(folder, rows, evaluations, config(dense=1, layers=3, depth=2), {"status": "finished"})
 
@@ -141,9 +146,9 @@ def test_every_panel_is_drawn_and_answers_to_the_mouse(tmp_path):
     found.layer = document.getElementById("load-layer").selectedOptions[0].text;
     const cell = (map.clientWidth - 54) / 16, high = (map.clientHeight - 25) / 4;
     const at = (row, column) => [54 + (column + .4) * cell, 5 + (row + .4) * high];
-    found.pixels = [pixel(map, ...at(0, 5)), pixel(map, ...at(1, 5)), pixel(map, ...at(3, 15)), pixel(map, ...at(3, 1))];
-    const box = map.getBoundingClientRect();
-    map.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + at(0, 5)[0], clientY: box.top + at(0, 5)[1]}));
+    found.pixels = [[0, 5], [1, 5], [3, 15], [3, 1]].map(([row, column]) => pixel(map, ...at(row, column)));
+    const box = map.getBoundingClientRect(), [x, y] = at(0, 5);
+    map.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + x, clientY: box.top + y}));
     found.cell = tip.innerText.replace(/\\s+/g, " ").trim();
     slider.value = 0;
     slider.dispatchEvent(new Event("input"));
@@ -168,7 +173,7 @@ def test_every_panel_is_drawn_and_answers_to_the_mouse(tmp_path):
     panels = {panel["title"]: panel for panel in found["panels"]}
     assert panels["Main loss"]["evaluations"] == 7 and panels["MTP losses"]["evaluations"] == 14
     assert panels["Main loss"]["flags"] == panels["Gradient norm"]["flags"] == 2
-    assert panels["MTP losses"]["lines"] == 2 and panels["MTP losses"]["bands"] == 2 and panels["Slowest rank"]["dots"] == 350
+    assert panels["MTP losses"]["lines"] == panels["MTP losses"]["bands"] == 2 and panels["Slowest rank"]["dots"] == 350
     assert all(panel["long"] for title, panel in panels.items() if title not in ("Bits per byte", "Slowest rank"))
     assert panels["Model FLOPs utilization"]["labels"][0] == "0%" and "600K" in panels["Main loss"]["labels"]
     # colours: violet for the starving one, the ground's for an even one, red and blue for 1.9 and 0.24 of the mean
@@ -188,7 +193,8 @@ def test_every_panel_is_drawn_and_answers_to_the_mouse(tmp_path):
     assert (begin, end) == pytest.approx((400000, 600000), rel=1e-3) and hidden is False
     assert "600K" in zoomed[0]["labels"] and "200K" not in zoomed[0]["labels"] and not zoomed[0]["broken"]
     assert found["back"] == [2000, 700000]
-    assert found["canvases"]["load-map"] > 8 and found["canvases"]["load-layer-map"] > 2 and found["canvases"]["load-scale"] > 30
+    canvases = found["canvases"]
+    assert canvases["load-map"] > 8 and canvases["load-layer-map"] > 2 and canvases["load-scale"] > 30
 
 
 def test_two_runs_on_a_phone(tmp_path):

@@ -27,8 +27,9 @@ def trained(tmp_path_factory):
     """A BF16 run with an average, evaluated after 3 steps on 5 sequences and after 6 on all. -> its folder."""
     folder = tmp_path_factory.mktemp("trained")
     config = make_config(
-        folder, "precision=bf16", "ema.decay=0.8", "eval.every=3", "eval.sequences=5", "eval.at_end=true",
-        "checkpoint.every=3", "batch.micro_sequences=2", model=MODEL,
+        folder, "precision=bf16", "ema.decay=0.5", "schedule.learning_rate=[{until: 1e6, value: 0.02}]",
+        "eval.every=3", "eval.sequences=5", "eval.at_end=true", "checkpoint.every=3", "batch.micro_sequences=2",
+        model=MODEL,
     )
     assert run(config) == 0
     return folder / "runs/run"
@@ -74,26 +75,26 @@ def test_it_equals_the_trainers_own_evaluation_to_the_last_digit(capsys, trained
 @pytest.mark.parametrize("weights", ["final", "ema"])
 def test_every_number_is_that_of_the_full_forward_pass_in_float64(capsys, trained, tmp_path, weights):
     """A text of two documents, whose last window is padded; the oracle sees the same windows."""
-    generator = np.random.default_rng(0)
-    documents = [generator.integers(8, 300, 23).tolist(), generator.integers(8, 300, 31).tolist()]
+    path = CheckpointStore(trained / "checkpoints", 2).newest()
+    tokenizer = Tokenizer.load(path / "files/tokenizer.json")
+    documents = [tokenizer.encode_document(write_text(tmp_path / "text", lines, seed=5).read_text()) for lines in (3, 7)]
     write(tmp_path / "tokens", documents)
     found = evaluate(capsys, trained, f"data={tmp_path / 'tokens'}", f"weights={weights}", "precision=fp64")
-
-    path = CheckpointStore(trained / "checkpoints", 2).newest()
     stored = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in tensor_names(path).items()}
     load_tensors(path, stored)
     own = {name: tensor.double() for name, tensor in stored.items() if name.startswith(("model.", "lm_head."))}
     if weights == "ema":
         own = {name: stored[f"ema.{name}"].double().view(tensor.shape) for name, tensor in own.items()}
     ids, length = torch.tensor(sum(documents, [])), 16
-    tokens, there = torch.zeros(4, length + 3, dtype=torch.int64), torch.full((4, length + 3), -1)
-    for window in range(4):
+    windows = -(-(len(ids) - 1) // length)
+    tokens, there = torch.zeros(windows, length + 3, dtype=torch.int64), torch.full((windows, length + 3), -1)
+    for window in range(windows):
         part = ids[window * length :][: length + 3]
         tokens[window, : len(part)], there[window, : len(part)] = part, 0
     right = oracle(MODEL, own, tokens, there, balance_alpha=0.0, mtp_weight=0.0)
 
     losses, accuracy, texts = [], [], 0
-    lengths = Tokenizer.load(path / "files/tokenizer.json").token_bytes()
+    lengths = tokenizer.token_bytes()
     for depth, logits in enumerate(right.logits):
         total = hits = count = 0
         for position in range(len(ids) - 1 - depth):  # each predicts the token 1 + depth behind it, once
@@ -110,10 +111,11 @@ def test_every_number_is_that_of_the_full_forward_pass_in_float64(capsys, traine
             assert found["bits_per_byte"] == pytest.approx(total / np.log(2) / texts, rel=1e-9)
     assert [found["loss"], *found["loss_mtp"]] == pytest.approx(losses, rel=1e-9)
     assert [found["accuracy"], *found["accuracy_mtp"]] == accuracy
+    assert windows > 4 and there[-1, length - 1] == -1 and len(set(accuracy)) == 3 and min(accuracy) > 0
     assert found["moe_load"] == [load.tolist() for load in right.loads] and found["moe_layers"] == [1, 2, 3]
     violation = max(float(load.max() / load.double().mean() - 1) for load in right.loads)
     assert found["moe_max_violation"] == pytest.approx(violation)
-    assert (found["weights"], found["sequences"], found["whole"]) == (weights, 4, True)
+    assert (found["weights"], found["sequences"], found["whole"]) == (weights, windows, True)
 
 
 def test_a_text_file_is_one_document(capsys, trained, tmp_path):

@@ -7,7 +7,8 @@
 Needs torch, triton and hydra-core, and this repository. A line that fails says why and the rest goes on; the exit code
 is 1 if any did. What a machine cannot do (a backend whose package is missing) is left out by name.
 
-    right     every kernel beside its plain PyTorch definition; products beside float64 of the quantised operands
+    right     every kernel beside its plain PyTorch definition; products beside float64 of the quantised operands; the
+              average of the weights, which a thread fetches, beside float64
     products  TFLOPS at DeepGEMM's published shapes, M = 4096, beside the other backends and BF16
     bandwidth quantisers, in bytes that must be read and written, beside a copy on the device
     training  `small` learns one batch of random tokens, FP8 beside BF16
@@ -31,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import triton  # noqa: E402
+from gpu_average import average  # noqa: E402
 from gpu_right import normal, right  # noqa: E402
 
 from dstrain.config.errors import InputError  # noqa: E402
@@ -96,6 +98,7 @@ def main() -> int:
     report.say(f"{device}; torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}\n")
     report.say("| section | what | result |\n|---|---|---|")
     right(report, DEVICE, DRY)
+    average(report, DEVICE, DRY)
     for section in (products, grouped_products, bandwidth, training):
         section(report)
     seconds = time.perf_counter() - BEGAN

@@ -232,7 +232,8 @@ class Chart {
       const i = nearest(records.map(record => record.tokens), tokens, records.map(record => record[name]));
       if (i === null) continue;
       const {step, whole} = records[i];
-      tell(colour, `${label}, step ${step.toLocaleString("en")}`, words(records[i][name]), whole ? " whole text" : "");
+      const value = words(records[i][name], percent);
+      tell(colour, `${label}, step ${step.toLocaleString("en")}`, value, whole ? " whole text" : "");
     }
     place(event);
   }

@@ -42,6 +42,8 @@ SECTIONS = [
               [("loss_mtp.*", "depth {n}")], [("loss_mtp.*", "depth {n}, held out")], settled=True),
         Panel("Balance loss", "Sequence-wise, summed over MoE layers, before its coefficient.",
               [("loss_balance", "balance")]),
+        Panel("Held-out accuracy", "How often the likeliest token is the right one.", [],
+              [("accuracy", "main"), ("accuracy_mtp.*", "depth {n}")], percent=True),
         Panel("Bits per byte", "Of the held-out text: comparable between tokenizers.", [],
               [("bits_per_byte", "bits per byte")], settled=True),
     ]),
@@ -101,7 +103,7 @@ def _matching(patterns: list[tuple[str, str]], names: list[str]) -> Iterator[tup
             if name == pattern or begin != pattern and name.startswith(begin):
                 part = name[len(begin) :]
                 # depths are counted from 1
-                yield name, label.replace("{n}", str(int(part) + 1) if begin == "loss_mtp." else part)
+                yield name, label.replace("{n}", str(int(part) + 1) if begin.endswith("_mtp.") else part)
 
 
 def _lines(run: Run) -> dict[str, list[float | None]]:
@@ -116,8 +118,8 @@ def _lines(run: Run) -> dict[str, list[float | None]]:
 
 
 def _points(record: dict) -> dict[str, float | None]:
-    return {key: record[key] for key in ("loss", "bits_per_byte")} | {
-        f"loss_mtp.{depth}": loss for depth, loss in enumerate(record["loss_mtp"])
+    return {key: record[key] for key in ("loss", "accuracy", "bits_per_byte")} | {
+        f"{key}.{depth}": value for key in ("loss_mtp", "accuracy_mtp") for depth, value in enumerate(record[key])
     }
 
 

@@ -169,11 +169,11 @@ def _add(run: Run, row: dict) -> None:
 
 def _evaluation(record: dict) -> dict:
     """A record of eval.jsonl with the keys that the report shows: numbers, None where there is none."""
-    mtp = record.get("loss_mtp")
-    keys = ("tokens", "loss", "bits_per_byte", "heldout_tokens")
+    keys = ("tokens", "loss", "accuracy", "bits_per_byte", "heldout_tokens")
+    lists = {key: found if isinstance(found := record.get(key), list) else [] for key in ("loss_mtp", "accuracy_mtp")}
     return {
         "step": record["step"], **{key: number(record.get(key)) for key in keys},
-        "loss_mtp": [number(loss) for loss in mtp[:NAMES]] if isinstance(mtp, list) else [],
+        **{key: [number(value) for value in values[:NAMES]] for key, values in lists.items()},
         "whole": record.get("whole") is True,
     }
 

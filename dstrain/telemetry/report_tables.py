@@ -153,8 +153,10 @@ def tokens_words(tokens: float) -> str:
 
 
 def duration_words(seconds: float) -> str:
-    """3.25 s, 4 min 05 s or 12 h 30 min."""
+    """3.25 s, 4.1 min or 12 h 30 min."""
     if seconds < 60:
         return f"{seconds:.3g} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.3g} min"
     hours, minutes = divmod(int(seconds) // 60, 60)
-    return f"{hours:,} h {minutes:02} min" if hours else f"{minutes} min {int(seconds) % 60:02} s"
+    return f"{hours:,} h {minutes:02} min"

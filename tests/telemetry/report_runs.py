@@ -24,7 +24,7 @@ def row(step: int, layers: int = 0, experts: int = 4, **changed) -> dict:
 def evaluation(step: int, whole: bool = False) -> dict:
     loss = 8.5 - step / 1000
     return {"step": step, "tokens": 1000 * step, "loss": loss, "loss_mtp": [loss + 0.25, loss + 0.5],
-            "bits_per_byte": loss / math.log(2) / 4, "heldout_tokens": 640, "heldout_bytes": 2560, "whole": whole}
+            "accuracy": step / 1000, "accuracy_mtp": [step / 2000, step / 4000], "bits_per_byte": loss / math.log(2) / 4, "heldout_tokens": 640, "heldout_bytes": 2560, "whole": whole}
 
 
 def write_run(folder: Path, rows: list[dict], evaluations: list[dict] = (), config: dict | None = None,

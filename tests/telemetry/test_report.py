@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import os
 import signal
 import subprocess
@@ -58,8 +59,11 @@ def test_a_run_writes_its_report_and_its_numbers_are_those_of_the_metrics(tmp_pa
     assert decoded(shown["load"]) == pytest.approx(np.clip(share, 2 ** (-159 / 24), 2 ** (95 / 24)), rel=0.015)
     dense, layers = settings.model.first_k_dense_replace, settings.model.num_hidden_layers
     assert shown["load"]["layers"] == [*map(str, range(dense, layers)), f"{layers} (MTP 1)", f"{layers + 1} (MTP 2)"]
-    assert page.titles == ["Main loss", "MTP losses", "Balance loss", "Bits per byte", "Gradient norm", "Learning rate",
-                           "Bias speed", "MTP weight", "Batch", "Tokens per second", "Model FLOPs utilization",
+    for name, key, depth in (("accuracy", "accuracy", None), ("accuracy_mtp.0", "accuracy_mtp", 0)):
+        values = [e[key] if depth is None else e[key][depth] for e in records]
+        assert [e[name] for e in shown["evaluations"]] == pytest.approx(values, rel=1e-5)
+    assert page.titles == ["Main loss", "MTP losses", "Balance loss", "Held-out accuracy", "Bits per byte",
+                           "Gradient norm", "Learning rate", "Bias speed", "MTP weight", "Batch", "Tokens per second", "Model FLOPs utilization",
                            "Maximal violation", "Epochs"]
     mean = sum(line["loss_main"] for line in rows) / 6
     assert "finished" in page.text and f"{mean:.4f} mean of 6 steps" in page.text
@@ -156,11 +160,11 @@ def test_load_is_the_mean_of_load_over_mean_exactly_in_a_short_run_and_of_evenly
 
 
 def test_cutting_the_load_out_of_a_line_changes_no_number(tmp_path):
-    rows = [row(step, layers=3, moe_load=[[step, 2 * step, 3, 4]] * 3) for step in range(1, 5001)]
+    rows = [row(step, moe_load=[[step, 2 * step, 3, 4]] * 3, skipped=step % 7 == 0) for step in range(1, 4001)]
     quick = read_run(write_run(tmp_path / "quick", rows))
     slow = read_run(write_run(tmp_path / "slow", rows, separators=(",", ":")))  # not as the trainer writes it
-    assert 2048 <= quick.load.counts.sum() < slow.load.counts.sum() == 5000
-    assert quick.bins == slow.bins
+    assert 2048 <= quick.load.counts.sum() < slow.load.counts.sum() == 4000
+    assert quick.bins == slow.bins and quick.skipped == slow.skipped == 571
     assert quick.load.frames(128)[1] == pytest.approx(slow.load.frames(128)[1], rel=0.05)
 
 
@@ -236,7 +240,8 @@ def test_tokens_that_go_back_are_a_rollback(tmp_path):
 
 def test_what_older_versions_did_not_write_is_left_out(tmp_path):
     rows = [{"step": 1, "loss_main": 3.0}, {"step": 2, "loss_main": 2.5, "loss_mtp": "?", "moe_load": [[1], [1, 2]],
-                                            "mfu": "high", "data_shares": [1], "slowest_rank": None, "lr": 10**400}]
+                                            "mfu": "high", "data_shares": [1], "slowest_rank": None, "lr": 10**400, "grad_norm": math.inf,
+                                            "step_time": math.nan}]
     page = page_of(write_run(tmp_path / "run", rows, [{"step": 2, "loss": 2.0}, {"step": 2, "tokens": 5, "loss": 2.0}]))
     assert page.titles == ["Main loss"]
     assert [e["tokens"] for e in page.numbers["runs"][0]["evaluations"]] == [5]
@@ -249,6 +254,7 @@ def test_mixture_and_ranks_are_drawn_where_they_are_there(tmp_path):
     page = page_of(write_run(tmp_path / "run", rows))
     panels = {panel["title"]: panel for panel in page.numbers["panels"]}
     assert panels["Shares of the sources"]["series"] == [["data_shares.web", "web"], ["data_shares.code", "code"]]
+    assert panels["MTP losses"]["series"] == [["loss_mtp.0", "depth 1"], ["loss_mtp.1", "depth 2"]]
     assert {"Shares of the tasks", "Spread of step times", "Slowest rank", "Token dispatch"} <= set(panels)
     assert page.numbers["runs"][0]["series"]["slowest_rank"]["mean"] == [3] * 8 + [1] * 2
     assert "rank 3 in 80.0%, rank 1 in 20.0% of the steps" in page.text

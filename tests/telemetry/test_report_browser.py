@@ -98,7 +98,7 @@ def look(path: Path, width: int, steps: str, folder: Path) -> dict:
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
-        out, err = process.communicate(timeout=180)
+        out, err = process.communicate(timeout=400)
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)  # its helpers too
@@ -167,14 +167,15 @@ def test_every_panel_is_drawn_and_answers_to_the_mouse(tmp_path):
     """, tmp_path)
     check(found, 1440)
     assert [panel["title"] for panel in found["panels"]] == [
-        "Main loss", "MTP losses", "Balance loss", "Bits per byte", "Gradient norm", "Learning rate", "Bias speed",
-        "MTP weight", "Batch", "Tokens per second", "Model FLOPs utilization", "Spread of step times", "Slowest rank",
+        "Main loss", "MTP losses", "Balance loss", "Held-out accuracy", "Bits per byte", "Gradient norm", "Learning rate",
+        "Bias speed", "MTP weight", "Batch", "Tokens per second", "Model FLOPs utilization", "Spread of step times", "Slowest rank",
         "Token dispatch", "Maximal violation", "Shares of the sources", "Shares of the tasks", "Epochs"]
     panels = {panel["title"]: panel for panel in found["panels"]}
+    assert panels["Held-out accuracy"]["evaluations"] == 21 and "40%" in panels["Held-out accuracy"]["labels"]
     assert panels["Main loss"]["evaluations"] == 7 and panels["MTP losses"]["evaluations"] == 14
     assert panels["Main loss"]["flags"] == panels["Gradient norm"]["flags"] == 2
     assert panels["MTP losses"]["lines"] == panels["MTP losses"]["bands"] == 2 and panels["Slowest rank"]["dots"] == 350
-    assert all(panel["long"] for title, panel in panels.items() if title not in ("Bits per byte", "Slowest rank"))
+    assert all(panel["long"] for title, panel in panels.items() if title not in ("Bits per byte", "Held-out accuracy", "Slowest rank"))
     assert panels["Model FLOPs utilization"]["labels"][0] == "0%" and "600K" in panels["Main loss"]["labels"]
     # colours: violet for the starving one, the ground's for an even one, red and blue for 1.9 and 0.24 of the mean
     violet, even, red, blue = found["pixels"]

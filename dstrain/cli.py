@@ -5,7 +5,6 @@ the command does not handle it. Nothing heavy is imported before it is needed, s
 """
 
 import dataclasses
-import errno
 import faulthandler
 import inspect
 import json
@@ -16,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from dstrain.config.errors import InputError, StoppedElsewhere, nearest
+from dstrain.config.errors import NO_ROOM, InputError, StoppedElsewhere, nearest
 
 
 def _train(overrides: list[str]) -> int:
@@ -174,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in NO_ROOM:
             traceback.print_exc()
         else:
             where = f" ({error.filename})" if error.filename else ""

@@ -1,7 +1,10 @@
 """The one error that a user's input may raise, and the nearest valid name for a mistyped one."""
 
 import difflib
+import errno
 from collections.abc import Iterable
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # numbers of an OSError: a full disk, a quota, a limit on files
 
 
 class InputError(ValueError):

@@ -3,16 +3,31 @@
 import json
 import math
 import os
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from dstrain.config.errors import NO_ROOM
+
+
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr)
+
 
 class JsonLines:
-    """One object a line, flushed as written. Non-finite numbers become null, since JSON has none."""
+    """One object a line, on the disk as soon as it is written. Non-finite numbers become null, since JSON has none.
 
-    def __init__(self, path: Path, resume_step: int):
-        """Continue `path` behind `resume_step`: later lines, which will be made again, and a torn last one go."""
-        self.path = path
+    Where the disk has no room, lines wait in memory, and are written in their order with the first that finds room:
+    a full disk ends no run. What waits at the end of the process is lost.
+    """
+
+    def __init__(self, path: Path, resume_step: int, warn: Callable[[str], None] = _warn):
+        """Continue `path` behind `resume_step`: later lines, which will be made again, and a torn last one go.
+
+        warn: gets a line when lines begin to wait, and when they are written.
+        """
+        self.path, self.warn = path, warn
         lines = []
         if path.exists():
             # a crash of the machine can leave any bytes in the lines that it tore
@@ -21,23 +36,32 @@ class JsonLines:
         part = path.with_suffix(".part")
         part.write_text("".join(line + "\n" for line in lines))
         os.replace(part, path)
-        self.file = path.open("a")
+        self.file = path.open("ab", buffering=0)
+        self.waiting = b""  # may begin inside a line
 
     def write(self, record: dict) -> None:
+        late, self.waiting = bool(self.waiting), self.waiting + json.dumps(_finite(record)).encode() + b"\n"
         try:
-            self.file.write(json.dumps(_finite(record)) + "\n")
-            self.file.flush()
+            while self.waiting:  # a disk that is nearly full takes a part
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
         except OSError as error:
-            error.filename = str(self.path)  # the system does not say which file
-            raise
+            if error.errno not in NO_ROOM:
+                error.filename = str(self.path)  # the system does not say which file
+                raise
+            if not late:
+                self.warn(f"WARNING: {self.path}: {error.strerror.lower()}; its lines wait in memory until there is room")
+        else:
+            if late:
+                self.warn(f"{self.path}: there is room again, and what waited is written")
 
     def records(self) -> list[dict]:
         """Everything written so far, by earlier starts of the run too."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [json.loads(line) for line in (self.path.read_bytes() + self.waiting).splitlines()]
 
     def close(self) -> None:
-        with suppress(OSError):  # what cannot be written has been an error of `write` already
-            self.file.close()
+        with suppress(OSError):  # what cannot be written has been a warning or an error of `write` already
+            self.file.write(self.waiting)
+        self.file.close()
 
 
 class NoLines:

@@ -64,7 +64,8 @@ class Trainer:
         """Train until the run is finished or a signal comes; writes status.json. -> the last whole evaluation."""
         state, folder, whole = self.state, self.folder, None
         metrics_file, self.eval_file = (
-            JsonLines(folder.path / name, state.step) if self.leads else NoLines() for name in ("metrics.jsonl", "eval.jsonl")
+            JsonLines(folder.path / name, state.step, self.console.say) if self.leads else NoLines()
+            for name in ("metrics.jsonl", "eval.jsonl")
         )
         try:
             with StopSignals() as self.signals:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import resource
 
 import pytest
 from helpers import make_config, metrics, run
@@ -62,6 +63,42 @@ def test_non_finite_numbers_are_null_and_later_lines_go_on_resume(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "loss": 1.5, "list": [None]}, {"step": 2, "loss": None, "list": [None]}
     ]
+
+
+def test_lines_wait_for_room_where_the_disk_is_full(tmp_path):
+    """The full disk is a limit on file sizes: a write up to it is cut, the next one fails with EFBIG."""
+    path, said = tmp_path / "m.jsonl", []
+    rows = [{"step": step, "text": 50 * "x"} for step in range(1, 6)]
+    lines, limits = JsonLines(path, 0, said.append), resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines.write(rows[0])
+    size = path.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # room for the beginning of a line
+    try:
+        lines.write(rows[1])
+        lines.write(rows[2])
+        assert path.stat().st_size == size + 10
+        assert len(said) == 1 and f"{path}: file too large; its lines wait in memory" in said[0]
+        assert lines.records() == rows[:3]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines.write(rows[3])
+    assert said[1:] == [f"{path}: there is room again, and what waited is written"]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:4]
+    lines.write(rows[4])
+    lines.close()
+    assert len(said) == 2 and [json.loads(line) for line in path.read_text().splitlines()] == rows
+
+
+def test_what_waits_for_room_is_written_at_the_end_if_there_is_some_by_then(tmp_path):
+    path = tmp_path / "m.jsonl"
+    lines, limits = JsonLines(path, 0, lambda line: None), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3, limits[1]))
+    try:
+        lines.write({"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines.close()
+    assert path.read_text() == '{"step": 1}\n'
 
 
 def test_bytes_that_are_no_text_cost_their_own_line_only(tmp_path):

@@ -181,15 +181,15 @@ def test_two_processes_cannot_share_a_run_folder(tmp_path):
     del held
 
 
-def test_a_full_disk_ends_the_run_with_its_reason_even_where_no_status_can_be_written(tmp_path, monkeypatch):
-    def full(reason):
+def test_a_broken_disk_ends_the_run_with_its_reason_even_where_no_status_can_be_written(tmp_path, monkeypatch):
+    def broken(reason):
         def fail(*_, **__):
-            raise OSError(errno.ENOSPC, reason)
+            raise OSError(errno.EIO, reason)
 
         return fail
 
-    monkeypatch.setattr(JsonLines, "write", full("metrics"))
-    monkeypatch.setattr(RunFolder, "write_status", full("status"))
+    monkeypatch.setattr(JsonLines, "write", broken("metrics"))
+    monkeypatch.setattr(RunFolder, "write_status", broken("status"))
     with pytest.raises(OSError, match="metrics"):
         run(make_config(tmp_path))
 

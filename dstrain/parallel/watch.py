@@ -55,21 +55,30 @@ class Watch:
         self._beats, self._moved = 0, (here.moves, time.monotonic())
         self._answered = time.monotonic()
         self._stopped, self._failed, self._over = threading.Event(), threading.Event(), threading.Event()
+        self._wake = threading.Event()  # one of the first two has come
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._beat()
 
     def start(self) -> None:
         """Every rank has made its Watch."""
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """The run is over, or all ranks fail alike; they may leave from now on."""
+        """The run is over, or all ranks fail alike; they may leave from now on.
+
+        The thread has ended when this returns: the end of the interpreter aborts a process that has a thread in a call
+        of the store.
+        """
         self._stopped.set()
+        self._wake.set()
+        self._thread.join(PATIENCE)
 
     def report(self, line: str, own: bool) -> None:
         """This rank has failed. own: by itself, not because of a communication. Returns at once."""
         if self.failure is None:
             self.failure = line, own
             self._failed.set()
+            self._wake.set()
 
     def wait(self) -> str:
         """Behind `report`: until the verdict is known, and the others have had time to read it. -> the verdict."""
@@ -80,8 +89,7 @@ class Watch:
     def _run(self) -> None:
         threading.Thread(target=self._guard_store, name="watch-store", daemon=True).start()
         try:
-            while not self._stopped.is_set():
-                self._failed.wait(POLL)
+            while not (self._wake.wait(POLL) and self._stopped.is_set()):
                 self._check_limit()
                 self._beat()
                 self._answered = time.monotonic()

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from helpers import make_config, status, train_model
 from launched import overrides, ranks
 
+from dstrain.parallel import watch as watching
 from dstrain.parallel.place import Place
 from dstrain.parallel.watch import Watch, diagnose
 from dstrain.parallel.world import World
@@ -97,6 +99,33 @@ def test_the_verdict_prefers_silence_to_a_failure_of_its_own_to_being_late():
     assert who == [3] and line.startswith("rank 3 on b is late") and "rank 1, 2 in step 3, action 2 of 8" in line
     line, who = diagnose(before, [place(9), cut, place(9), place(9)], hosts)
     assert who == [1] and line.startswith("rank 1 on a was the first whose wait failed: all-reduce failed")
+
+
+class SlowStore(dist.HashStore):
+    """Its calls take a while, as on a busy machine; `inside` counts those that are under way."""
+
+    inside = 0
+
+    def clone(self):
+        return self
+
+    def set(self, key, value):
+        self.inside += 1
+        time.sleep(0.3)
+        self.inside -= 1
+
+
+def test_no_thread_is_in_a_call_of_the_store_once_the_watch_is_stopped(monkeypatch):
+    """The end of the interpreter would abort the process there, after a run that is finished."""
+    monkeypatch.setattr(watching, "POLL", 0.01)
+    world = World(0, 2, 0, 2)
+    world.store = SlowStore()
+    watch = Watch(world, Place(), ["a", "b"], lambda line, speaks: None)
+    watch.start()
+    while not world.store.inside:
+        time.sleep(0.01)
+    watch.stop()
+    assert not world.store.inside and "watch" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_rank_without_a_move_in_a_step_reports_itself():

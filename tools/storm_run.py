@@ -244,15 +244,13 @@ class Run:
         killed = self.draw.random() < 0.5
         outcome.what = f"full disk in {outcome.moment}"
         begin = time.monotonic()
-        said = len(re.findall("was not saved", self.job.text()))
         try:
             # Again and again: a save that had its room already deletes the checkpoint before the last.
-            self.progress(lambda: self.disk.fill(self.job.pids) or len(re.findall("was not saved", self.job.text())) > said,
-                          "a warning of the full disk")
-            outcome.seconds = time.monotonic() - begin
-            for _ in range(self.draw.randint(0, 40)):
-                self.disk.fill(self.job.pids)
-                time.sleep(0.05)
+            for what, count in ("was not saved", 1), (r"(?m)^step \d+  loss", self.draw.randint(0, 10)):
+                said = len(re.findall(what, self.job.text()))
+                self.progress(lambda: self.disk.fill(self.job.pids) or len(re.findall(what, self.job.text())) >= said + count,
+                              "a warning of the full disk, and some steps")
+                outcome.seconds = outcome.seconds or time.monotonic() - begin
             if self.job.ended() or self.job.codes():
                 outcome.problems.append(f"the run did not live: {self.job.codes()} {self.job.errors()}")
             elif killed:
@@ -309,7 +307,6 @@ class Run:
         self.moment(outcome, save=False)
         outcome.moment = "the last save"
         one, held = self.draw.sample(range(self.size), 2)
-        begin = time.monotonic()
         self.job.signal(one, signal.SIGTERM)
         wait_until(lambda: saving(self.path) or self.job.ended(), self.limit, "the last save", pause=0.001)
         if self.job.ended():  # it was quicker than this look
@@ -320,10 +317,11 @@ class Run:
         gone = [one] if self.draw.random() < 0.5 else [rank for rank in range(self.size) if rank != held]
         outcome.what = f"SIGTERM to rank {one}, and in the save to {', '.join(map(str, gone))}"
         gone = [rank for rank in gone if rank not in self.job.codes()]
+        again = time.monotonic()
         for rank in gone:
             self.job.signal(rank, signal.SIGTERM)
         wait_until(lambda: set(gone) <= self.job.codes().keys(), 10, f"{outcome.what}: an end at once")
-        outcome.seconds = time.monotonic() - begin - ECHO
+        outcome.seconds = time.monotonic() - again
         self.job.signal(held, signal.SIGCONT)
         wait_until(self.job.ended, self.limit, f"the end ({outcome.what})")
         if any(self.job.codes()[rank] != 128 + signal.SIGTERM for rank in gone):

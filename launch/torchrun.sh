@@ -18,6 +18,8 @@ nnodes="${NNODES:-1}"
 [ "$nnodes" = 1 ] && port=0 || port=29500 # 0: any free one
 
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${STOP_SECONDS:-300}"
+# A new key-value store for every restart, by rank 0: in torchrun's own the ranks would meet the addresses of dead ones.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
 exec "$python" -m torch.distributed.run \
     --nnodes="$nnodes" --nproc-per-node="${NPROC:-$ranks_here}" --max-restarts="${MAX_RESTARTS:-0}" \
     --rdzv-backend=c10d --rdzv-endpoint="${MASTER_ADDR:-localhost}:${MASTER_PORT:-$port}" --rdzv-id="${JOB:-dstrain}" \

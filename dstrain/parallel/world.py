@@ -63,6 +63,9 @@ class World:
             limit = timedelta(seconds=timeout)
             try:
                 world.store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=limit))
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, and not new after a restart
+                    start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+                    world.store = dist.PrefixStore(start, world.store)
                 groups = dist.PrefixStore("groups", world.store)
                 dist.init_process_group(backend, store=groups, rank=rank, world_size=size, timeout=limit)
                 handle = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT))

@@ -1,9 +1,9 @@
-"""What a rank has beside its training: its log in the run folder, and the watch over the other ranks."""
+"""What a rank has beside its training: its log in the run folder, the signals that stop it, and the watch over others."""
 
 import faulthandler
 import platform
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from dstrain.parallel.watch import PATIENCE, Watch
 from dstrain.parallel.world import World
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.rank_log import RankLog
+from dstrain.train.signals import StopSignals
 
 ON_CUDA = 0.9  # of parallel.timeout: NCCL ends the process at all of it, and nothing could be said any more
 
@@ -28,6 +29,7 @@ class Job:
 
     def __init__(self, world: World):
         self.world, self.log, self.watch = world, None, None
+        self.until_closed = ExitStack()
 
     def open_log(self, folder: Path, console: RunConsole) -> None:
         """`<folder>/logs/rank-N.log` gets what `console` says; of ranks but the first, everything they print."""
@@ -38,6 +40,12 @@ class Job:
             raise InputError(f"{where}: no log can be written there: {error.strerror}") from None
         console.log = self.log.say
         self.log.say(f"rank {self.world.rank} of {self.world.size} on {platform.node()}")
+
+    def obey_signals(self) -> StopSignals:
+        """From here to `close`: a launcher signals the ranks that are left as soon as one has died, and they have yet to
+        say who it was.
+        """
+        return self.until_closed.enter_context(StopSignals())
 
     def start_watch(
         self, ranks: Group, hosts: list[str], timeout: float, on_verdict: Callable[[str], None]
@@ -61,10 +69,10 @@ class Job:
         ranks.gather_objects(None, "the start of the watch")
         self.watch.start()
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the others at once, and say it in this rank's log. Failures of all ranks alike are not told."""
+    def failed(self, error: BaseException) -> str | None:
+        """Tell the others at once. Failures of all ranks alike are not told. -> the verdict, if there is one already."""
         if self.watch is None:
-            return
+            return None
         if isinstance(error, (RunFailure, StoppedElsewhere)):
             self.watch.stop()
         else:
@@ -72,6 +80,7 @@ class Job:
             words = one_line(error)
             words = f"{type(error).__name__}: {words}" if own else words
             self.watch.report(words if ", step " in words else f"{here}: {words}", own)  # the executor says where it was
+        return self.watch.verdict
 
     def verdict(self) -> bool:
         """Behind `failed`: wait until it is known who it was. -> whether there is a watch that says so.
@@ -92,5 +101,6 @@ class Job:
             self.watch = None
 
     def close(self) -> None:
+        self.until_closed.close()
         if self.log is not None:
             self.log.close()

@@ -129,7 +129,7 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
     }
     trainer = Trainer(
         config, folder, console, model, optimizer, stepper, state, layout, store, windows, tokenizer.token_bytes(), files,
-        corpus.fingerprint, peak * world.size, job.failed,
+        corpus.fingerprint, peak * world.size, job.obey_signals(), job.failed,
     )
     if trainer.finished():
         console.say(f"nothing to do: the run has {state.step} steps and {state.tokens:,} tokens already")

@@ -47,12 +47,13 @@ class Trainer:
         files: dict[str, bytes],  # go into every checkpoint
         data_fingerprint: str,
         peak_tflops: float,  # of all ranks
-        on_failure: Callable[[BaseException], None] = lambda error: None,  # called at once
+        signals: StopSignals,  # whose handlers are there from `run` on until the process has said why it failed
+        on_failure: Callable[[BaseException], str | None] = lambda error: None,  # called at once; -> a better reason
     ):
         self.config, self.folder, self.console = config, folder, console
         self.model, self.optimizer, self.stepper, self.state, self.store = model, optimizer, stepper, state, store
         self.windows, self.token_bytes, self.files, self.data_fingerprint = windows, token_bytes, files, data_fingerprint
-        self.on_failure = on_failure
+        self.signals, self.on_failure = signals, on_failure
         self.rolled_back: Counter[Path] = Counter()
         self.layout, self.ranks = layout, layout.mesh.host_group
         self.leads = layout.mesh.rank == 0  # the first rank writes the run's files and speaks to people
@@ -68,30 +69,29 @@ class Trainer:
             for name in ("metrics.jsonl", "eval.jsonl")
         )
         try:
-            with StopSignals() as self.signals:
-                self.console.begin(*self.progress())
-                while not self.finished() and not self.stopping():
-                    metrics = self.stepper.step(state)
-                    metrics["mfu"] = metrics["tokens_per_second"] * self.flops_per_token / self.peak_flops
-                    metrics |= self.stepper.stream.metrics(state.samples)
-                    metrics_file.write(metrics)
-                    self.console.step(metrics, *self.progress())
-                    if state.skipped_in_a_row >= self.config.optim.max_skipped_steps:
-                        what = "a non-finite loss or gradient" + (" or a spike" if "spike" in metrics else "")
-                        raise RunFailure(
-                            f"{state.skipped_in_a_row} steps in a row had {what}, the last is step "
-                            f"{state.step} (optim.max_skipped_steps={self.config.optim.max_skipped_steps}); "
-                            f"weights are those after update {state.updates}"
-                        )
-                    if metrics.get("spike") and self.config.guard.spikes == "rollback":
-                        self.roll_back()
-                    self.periodic()
-                self.console.end()
-                self.save()
-                if not self.stopping() and self.windows is not None and self.config.eval.at_end:
-                    whole = self.whole_evaluation_of_this_step() or self.evaluate(None)
-                stopped = self.stopping()
-                failure = self.store.wait()
+            self.console.begin(*self.progress())
+            while not self.finished() and not self.stopping():
+                metrics = self.stepper.step(state)
+                metrics["mfu"] = metrics["tokens_per_second"] * self.flops_per_token / self.peak_flops
+                metrics |= self.stepper.stream.metrics(state.samples)
+                metrics_file.write(metrics)
+                self.console.step(metrics, *self.progress())
+                if state.skipped_in_a_row >= self.config.optim.max_skipped_steps:
+                    what = "a non-finite loss or gradient" + (" or a spike" if "spike" in metrics else "")
+                    raise RunFailure(
+                        f"{state.skipped_in_a_row} steps in a row had {what}, the last is step "
+                        f"{state.step} (optim.max_skipped_steps={self.config.optim.max_skipped_steps}); "
+                        f"weights are those after update {state.updates}"
+                    )
+                if metrics.get("spike") and self.config.guard.spikes == "rollback":
+                    self.roll_back()
+                self.periodic()
+            self.console.end()
+            self.save()
+            if not self.stopping() and self.windows is not None and self.config.eval.at_end:
+                whole = self.whole_evaluation_of_this_step() or self.evaluate(None)
+            stopped = self.stopping()
+            failure = self.store.wait()
             if failure:
                 raise RunFailure(failure)
             if stopped:
@@ -100,7 +100,7 @@ class Trainer:
             folder.write_status(status, step=state.step, tokens=state.tokens, signal=stopped)
             return whole
         except BaseException as error:
-            self.on_failure(error)
+            known = self.on_failure(error)
             self.console.end()
             if isinstance(error, CommunicationError):
                 self.leave_save()
@@ -108,7 +108,7 @@ class Trainer:
                 self.store.join()  # not `wait`: other ranks may be gone
             reason = str(error) if isinstance(error, RunFailure) else f"{type(error).__name__}: {error}"
             with suppress(OSError):  # on a full disk there is no status, but the reason must come through
-                folder.write_status("failed", step=state.step, tokens=state.tokens, reason=reason)
+                folder.write_status("failed", step=state.step, tokens=state.tokens, reason=known or reason)
             if isinstance(error, CommunicationError):
                 raise CommunicationError(f"after step {state.step}: {error}") from error
             raise

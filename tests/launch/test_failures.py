@@ -29,12 +29,19 @@ def config_of(folder, *more):
 
 
 def fails(folder, config, number, victim):
-    """The console's text and the survivors' exit codes, after a signal to one rank in a step."""
+    """The console's text and the survivors' exit codes, after a signal to one rank in a step.
+
+    Behind a SIGKILL they get a SIGTERM, which torchrun and Slurm send as soon as a rank has died.
+    """
     lines = folder / "runs/run/metrics.jsonl"
     with ranks(folder, 4, overrides(config)) as job:
         job.wait_for(lambda: lines.exists() and lines.read_text().count("\n") > 12, "some steps")
         os.kill(job.rank(victim), number)
         left = [process for rank, process in enumerate(job.processes) if rank != victim]
+        if number == signal.SIGKILL:
+            time.sleep(0.5)
+            for process in left:
+                os.kill(process.pid, signal.SIGTERM)
         codes = [process.wait(TIMEOUT + 60) for process in left]
     return job.text(), codes
 

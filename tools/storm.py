@@ -1,4 +1,4 @@
-"""A run of four ranks in a storm: killed, stopped, without disk, with damaged checkpoints, and the right result all the same.
+"""Runs of four ranks in a storm: killed, stopped, without disk, with damaged checkpoints; and yet the right result.
 
     python tools/storm.py out=tools/results/storm.md
     python tools/storm.py rounds=4 seed=7 layouts=ep4 kinds=kill,stop
@@ -12,14 +12,14 @@ A round is one disturbance at a random moment in the training or a save (for `ki
               is killed without room and started again with it
     flip      all ranks are killed (kill -9), and a bit of the newest checkpoint flips
     cut       the same, and a file of the newest checkpoint is cut
-    second    SIGTERM, and another while the save waits for a rank: that rank, or all, stop at once
+    second    SIGTERM to one rank or three, and another while the save waits for the fourth: they end at once
     torchrun  kill -9 of one rank under launch/torchrun.sh, which starts all again; then SIGTERM to one of these
 
-The rounds of a layout are one run, whose every start must continue from the newest intact checkpoint (tools/
-storm_judge.py finds it by itself). At the end the run is finished, and compared with one that nobody disturbed: every bit
-of weights, masters, moments, biases and generators, and every line of metrics.jsonl. A round also fails where something
-lasts longer than its limit, a process stays, or the run's folder holds anything half at the end. The full disk is a tmpfs
-in a mount namespace of its own; where none may be mounted, a limit on the ranks' file sizes. The last line is JSON.
+The rounds of a layout are one run, whose every start must continue from the newest intact checkpoint (storm_judge.py
+finds it by itself). At the end the run is finished, and compared with one that nobody disturbed: every bit of weights,
+masters, moments, biases and generators, and every line of metrics.jsonl. A round also fails where something lasts
+longer than its limit, a process stays, or the run's folder holds anything half at the end. The full disk is a tmpfs in a
+mount namespace of its own; where none may be mounted, a limit on the ranks' file sizes. The last line is JSON.
 """
 
 import json
@@ -28,7 +28,6 @@ import platform
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,9 +35,11 @@ from collections import Counter, defaultdict
 from datetime import date
 from pathlib import Path
 
+from storm_disk import in_own_mounts, make_disk
 from storm_judge import differences, leftovers
-from storm_ranks import Nursery, end_all, wait_until
-from storm_run import KINDS, Outcome, Run, make_disk
+from storm_kinds import KINDS, Outcome, StormyRun
+from storm_ranks import Nursery, end_all
+from storm_run import Run
 
 DEFAULTS = {"rounds": "52", "seed": "0", "timeout": "10", "layouts": "", "kinds": "", "folder": "", "out": ""}
 LAYOUTS = {
@@ -49,8 +50,8 @@ LAYOUTS = {
 }
 SHARES = {"kill": 14, "term": 7, "stop": 8, "disk": 7, "flip": 6, "cut": 4, "second": 4, "torchrun": 2}  # of 52 rounds
 SIZE = 4
-MODEL = """model=tiny model.hidden_size=32 model.intermediate_size=32 model.moe_intermediate_size=16 model.vocab_size=320
-    model.q_lora_rank=16 model.kv_lora_rank=16 model.num_hidden_layers=3"""
+MODEL = """model=tiny model.hidden_size=32 model.intermediate_size=32 model.moe_intermediate_size=16
+    model.vocab_size=320 model.q_lora_rank=16 model.kv_lora_rank=16 model.num_hidden_layers=3"""
 WORDS = "def return for in while if else class import self value list 0 1 2 = + ( ) :".split()
 
 
@@ -79,7 +80,7 @@ def main() -> int:
             for layout in layouts:
                 mine = [kind for where, kind in rounds if where == layout]
                 arguments = [*command(folder, float(options["timeout"])), *LAYOUTS[layout]]
-                run = Run(layout, arguments, SIZE, folder, disk, nursery, mark, draw, float(options["timeout"]))
+                run = StormyRun(layout, arguments, SIZE, folder, disk, nursery, mark, draw, float(options["timeout"]))
                 for kind in mine:
                     outcome = run.round(kind)
                     outcomes.append(outcome)
@@ -102,19 +103,8 @@ def main() -> int:
     return 0 if summary["good"] else 1
 
 
-def in_own_mounts() -> None:
-    """Go on in a mount namespace of its own, if this process may have one: what is mounted there ends with it."""
-    if os.environ.get("DSTRAIN_STORM_MOUNTS"):
-        return
-    for private in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
-        if shutil.which("unshare") and subprocess.run([*private, "true"], capture_output=True).returncode == 0:
-            os.environ["DSTRAIN_STORM_MOUNTS"] = "own"
-            os.execvp("unshare", [*private, sys.executable, *sys.argv])
-    os.environ["DSTRAIN_STORM_MOUNTS"] = "none"
-
-
 def deal(draw: random.Random, count: int, kinds: list[str], layouts: list[str]) -> list[tuple[str, str]]:
-    """`count` rounds as (layout, kind), the kinds by their shares (each at least once where there is room), shuffled."""
+    """`count` rounds as (layout, kind), shuffled; kinds by their shares, each at least once where there is room."""
     deck = [kind for kind in kinds for _ in range(SHARES[kind])]
     hand = kinds[:count]
     while len(hand) < count:  # whichever kind is farthest below its share
@@ -135,8 +125,8 @@ def command(folder: Path, timeout: float) -> list[str]:
 
 def report(number: int, of: int, outcome: Outcome) -> None:
     verdict = "ok" if not outcome.problems else "PROBLEM: " + "; ".join(outcome.problems)
-    print(f"round {number}/{of}  {outcome.layout}  {outcome.what}: {outcome.seconds:.1f} s, {outcome.restarts} restarts, "
-          f"lost {outcome.lost} steps  {verdict}", flush=True)
+    counts = f"{outcome.seconds:.1f} s, {outcome.restarts} restarts, {outcome.lost} steps lost"
+    print(f"round {number}/{of}  {outcome.layout}  {outcome.what}: {counts}  {verdict}", flush=True)
 
 
 def finish(run: Run, folder: Path) -> dict:
@@ -150,7 +140,8 @@ def finish(run: Run, folder: Path) -> dict:
         differ, compared = differences(run.path, calm.path)
         problems = leftovers(run.path, run.damaged) + differ
     kinds = ", ".join(f"{count} {kind}" for kind, count in compared.items() if count)
-    verdict = f"{steps} steps bit-equal: {kinds}" if not problems else "PROBLEM: " + "; ".join(problems[:5])
+    good = f"{steps} steps, bit-equal: {kinds} (as the ranks store them)"
+    verdict = "PROBLEM: " + "; ".join(problems[:5]) if problems else good
     return {"steps": steps, "compared": compared, "good": not problems, "verdict": verdict}
 
 
@@ -175,13 +166,13 @@ def summarise(outcomes: list[Outcome], finals: dict, stray: list[int], good: boo
 
 
 def table(options: dict, summary: dict, disk: str) -> str:
-    what = " ".join(f"{key}={options[key]}" for key in ("rounds", "seed", "timeout", "layouts", "kinds") if options[key])
+    what = " ".join(f"{key}={options[key]}" for key in DEFAULTS if options[key] and key not in ("folder", "out"))
     lines = [
         f"`python tools/storm.py {what}`", "",
-        f"{platform.machine()}, {os.cpu_count()} cores, {date.today()}; {SIZE} ranks, gloo, a checkpoint every second step, "
-        f"parallel.timeout={options['timeout']}. Full disk: {disk}. {summary['rounds']} rounds, {summary['restarts']} "
-        f"restarts, {summary['seconds'] / 60:.0f} minutes.", "",
-        "| kind | what | rounds | moments | restarts | lost steps, mean (most) | s until over, median (most) | verdict |",
+        f"{platform.machine()}, {os.cpu_count()} cores, {date.today()}; {SIZE} ranks, gloo, a checkpoint every second "
+        f"step, parallel.timeout={options['timeout']}. Full disk: {disk}. "
+        f"{summary['rounds']} rounds, {summary['restarts']} restarts, {summary['seconds'] / 60:.0f} minutes.", "",
+        "| kind | what | rounds | moments | restarts | steps lost, mean (most) | s to its end, median (most) | verdict |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for kind, row in summary["kinds"].items():

@@ -69,8 +69,8 @@ class Ranks(Job):
         for rank, output in enumerate(self.outputs):
             place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size,
                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            request = {"arguments": arguments, "environment": {k: str(v) for k, v in place.items()}, "output": str(output)}
-            self.pids[rank] = nursery.fork(request)
+            place = {key: str(value) for key, value in place.items()}
+            self.pids[rank] = nursery.fork({"arguments": arguments, "environment": place, "output": str(output)})
 
     def codes(self) -> dict[int, int]:
         self.nursery.read()

@@ -17,9 +17,10 @@ A round is one disturbance at a random moment in the training or a save (for `ki
 
 The rounds of a layout are one run, whose every start must continue from the newest intact checkpoint (storm_judge.py
 finds it by itself). At the end the run is finished, and compared with one that nobody disturbed: every bit of weights,
-masters, moments, biases and generators, and every line of metrics.jsonl. A round also fails where something lasts
-longer than its limit, a process stays, or the run's folder holds anything half at the end. The full disk is a tmpfs in a
-mount namespace of its own; where none may be mounted, a limit on the ranks' file sizes. The last line is JSON.
+masters, averages, moments, biases and generators, and every line of metrics.jsonl. A round also fails where something
+lasts longer than its limit, a process stays, or the run's folder holds anything half at the end. The full disk is a
+tmpfs in a mount namespace of its own; where none may be mounted, a limit on the ranks' file sizes. The last line is
+JSON.
 """
 
 import json
@@ -45,8 +46,8 @@ DEFAULTS = {"rounds": "52", "seed": "0", "timeout": "10", "layouts": "", "kinds"
 LAYOUTS = {
     "dualpipe": ["parallel.pp=2", "parallel.schedule=dualpipe"],
     "ep4": ["parallel.ep=4", "precision=bf16"],
-    "edp2_ep2": ["parallel.ep=2"],
-    "dp4": ["precision=bf16", "optim.moments=fp32"],
+    "edp2_ep2": ["parallel.ep=2", "ema.decay=0.9"],
+    "dp4": ["precision=bf16", "optim.moments=fp32", "ema.decay=0.9"],
 }
 SHARES = {"kill": 14, "term": 7, "stop": 8, "disk": 7, "flip": 6, "cut": 4, "second": 4, "torchrun": 2}  # of 52 rounds
 SIZE = 4
@@ -172,7 +173,7 @@ def table(options: dict, summary: dict, disk: str) -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, {date.today()}; {SIZE} ranks, gloo, a checkpoint every second "
         f"step, parallel.timeout={options['timeout']}. Full disk: {disk}. "
         f"{summary['rounds']} rounds, {summary['restarts']} restarts, {summary['seconds'] / 60:.0f} minutes.", "",
-        "| kind | what | rounds | moments | restarts | steps lost, mean (most) | s to its end, median (most) | verdict |",
+        "| kind | what | rounds | moments | restarts | steps lost, mean (most) | seconds, median (most) | verdict |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for kind, row in summary["kinds"].items():

@@ -118,13 +118,15 @@ def differences(run: Path, reference: Path) -> tuple[list[str], dict[str, int]]:
 
 
 def counts(of: dict[str, bytes]) -> dict[str, int]:
-    kinds = {"weights": 0, "masters": 0, "moments": 0, "biases": 0, "generators": 0}
+    kinds = {"weights": 0, "masters": 0, "averages": 0, "moments": 0, "biases": 0, "generators": 0}
     for key in of:
         name = key.split(": ")[1]
         if name.startswith("rng."):
             kinds["generators"] += 1
         elif name.startswith("optimizer.master."):
             kinds["masters"] += 1
+        elif name.startswith("ema."):
+            kinds["averages"] += 1
         elif name.startswith("optimizer."):
             kinds["moments"] += 1
         elif name.endswith("e_score_correction_bias"):

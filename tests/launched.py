@@ -3,11 +3,15 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,3 +136,49 @@ def ranks(
                      MASTER_PORT=port))
         for rank in range(size)
     ])
+
+
+@dataclass
+class Node:
+    """Where a launcher runs. enter: goes before its command; variables: into its environment."""
+
+    name: str = "localhost"
+    enter: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def two_nodes(folder: Path) -> Iterator[list[Node]]:
+    """Two host names with a network each and one cable between them, where this process may make them; else localhost.
+
+    The namespaces end with the processes in them.
+    """
+    names = folder / "etc-hosts"
+    names.write_text("127.0.0.1 localhost\n" + "".join(f"10.77.0.{i + 1} node{i}\n" for i in range(2)))
+    holders, nodes = [], [Node(), Node()]
+    try:
+        for i in range(2 if all(map(shutil.which, ("unshare", "nsenter", "ip"))) else 0):
+            made = f"hostname node{i} && mount --bind {names} /etc/hosts && ip link set lo up && echo made"
+            command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", f"{made} && exec sleep 3600"]
+            holders.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+        if holders and all(holder.stdout.readline() == b"made\n" for holder in holders) and _cable(holders):
+            nodes = [
+                Node(f"node{i}", ["nsenter", "-t", str(holder.pid), "-n", "-u", "-m", "env", "-C", str(folder)],
+                     {"GLOO_SOCKET_IFNAME": "cable"})
+                for i, holder in enumerate(holders)
+            ]
+        yield nodes
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait(30)
+            holder.stdout.close()
+
+
+def _cable(holders: list[subprocess.Popen]) -> bool:
+    one, other = (str(holder.pid) for holder in holders)
+    commands = [f"ip link add cable netns {one} type veth peer name cable netns {other}"]
+    for i, pid in enumerate((one, other)):
+        commands += [f"nsenter -t {pid} -n ip address add 10.77.0.{i + 1}/24 dev cable",
+                     f"nsenter -t {pid} -n ip link set cable up"]
+    return all(subprocess.run(command.split(), capture_output=True).returncode == 0 for command in commands)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from helpers import make_config, metrics, status, train_model
-from launched import ROOT, Job, environment, free_port, overrides
+from launched import ROOT, Job, environment, free_port, overrides, two_nodes
 
 STEPS = 12
 SRUN = """#!{python}
@@ -63,12 +63,18 @@ def bash(script, config, **variables):
     return ["bash", str(ROOT / "launch" / script), *overrides(config)], environment(**variables)
 
 
+def on_nodes(nodes, commands):
+    """The commands, each on its node, and there on its network."""
+    return [([*node.enter, *command], given | node.variables) for node, (command, given) in zip(nodes, commands)]
+
+
 def test_torchrun(small, reference):
     config = config_of(small[0], "torchrun", pp=2, ep=2)
-    port = free_port()
-    nodes = [bash("torchrun.sh", config, NNODES=2, NPROC=2, MASTER_PORT=port, JOB="test") for _ in range(2)]
-    with Job(small[0], nodes) as job:
-        assert job.wait() == [0, 0], job.text()
+    with two_nodes(small[0]) as nodes:
+        more = {"NNODES": 2, "NPROC": 2, "MASTER_ADDR": nodes[0].name, "MASTER_PORT": free_port(), "JOB": "test"}
+        with Job(small[0], on_nodes(nodes, [bash("torchrun.sh", config, **more) for _ in range(2)])) as job:
+            assert job.wait() == [0, 0], job.text()
+        assert f"4 ranks on {len({node.name for node in nodes})} hosts" in job.text()
     same_losses(config, reference)
     assert job.text().count(f"done: {STEPS} steps") == 1  # one console
 
@@ -81,14 +87,19 @@ def test_deepspeed(small, reference):
     config = config_of(small[0], "deepspeed", pp=2, ep=2)
     hosts = small[0] / "hosts"
     hosts.write_text("node0 slots=2\nnode1 slots=2\n")
-    more = {"HOSTFILE": hosts, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "DS_ACCELERATOR": "cpu"}
-    with Job(small[0], [bash("deepspeed.sh", config, NODE_RANK=node, **more) for node in range(2)]) as job:
-        assert job.wait() == [0, 0], job.text()
-    same_losses(config, reference)
-    assert job.text().count(f"done: {STEPS} steps") == 1
-    bad = config_of(small[0], "deepspeed", pp=3)
-    with Job(small[0], [bash("deepspeed.sh", bad, NODE_RANK=node, **more) for node in range(2)]) as job:
-        assert job.wait() == [2, 2], job.text()  # the ranks' own exit code
+    with two_nodes(small[0]) as nodes:
+        more = {"HOSTFILE": hosts, "MASTER_ADDR": nodes[0].name, "MASTER_PORT": free_port(), "DS_ACCELERATOR": "cpu"}
+
+        def started(config):
+            return on_nodes(nodes, [bash("deepspeed.sh", config, NODE_RANK=node, **more) for node in range(2)])
+
+        with Job(small[0], started(config)) as job:
+            assert job.wait() == [0, 0], job.text()
+        same_losses(config, reference)
+        assert job.text().count(f"done: {STEPS} steps") == 1
+        assert f"4 ranks on {len({node.name for node in nodes})} hosts" in job.text()
+        with Job(small[0], started(config_of(small[0], "deepspeed", pp=3))) as job:
+            assert job.wait() == [2, 2], job.text()  # the ranks' own exit code
 
 
 @pytest.mark.long

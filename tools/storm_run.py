@@ -12,7 +12,7 @@ from storm_judge import last_step, newest_intact, saving, status
 from storm_ranks import Job, Nursery, Ranks, Torchrun, end_all, wait_until
 
 MARGIN = 45.0  # seconds that anything may last beyond parallel.timeout: starts, verdicts and stacks on busy cores
-START = 180.0  # seconds for a start
+START = 180.0  # seconds for a start, or for a step that nobody disturbs
 
 
 @dataclass
@@ -51,7 +51,9 @@ class Run:
         try:
             self.stop_job(problems)
             self.start(problems, steps=steps or newest_intact(self.path) + 5)
-            wait_until(self.job.ended, START + self.limit, "the end of the run")
+            while not self.job.ended():
+                step = last_step(self.path)
+                wait_until(lambda: self.job.ended() or last_step(self.path) != step, START, "a step, or the end of the run")
             if status(self.path).get("status") != "finished" or set(self.job.codes().values()) != {0}:
                 problems.append(f"the run did not finish: {status(self.path)}, exit codes {self.job.codes()}")
         except TimeoutError as error:

@@ -53,7 +53,7 @@ class Run:
             self.start(problems, steps=steps or newest_intact(self.path) + 5)
             while not self.job.ended():
                 step = last_step(self.path)
-                wait_until(lambda: self.job.ended() or last_step(self.path) != step, START, "a step, or the end of the run")
+                wait_until(lambda: self.job.ended() or last_step(self.path) != step, START, "a step or the end")
             if status(self.path).get("status") != "finished" or set(self.job.codes().values()) != {0}:
                 problems.append(f"the run did not finish: {status(self.path)}, exit codes {self.job.codes()}")
         except TimeoutError as error:

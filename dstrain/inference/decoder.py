@@ -2,53 +2,40 @@
 
 import torch
 
-from dstrain.model.attention import AttentionContext, LatentCache
-from dstrain.model.block import BlockPass, Dispatcher
+from dstrain.model.attention import AttentionContext, LatentCache, Places
+from dstrain.model.block import Block, BlockPass, Dispatcher
 from dstrain.model.model import Model
 from dstrain.model.rope import Rotary
+from dstrain.precision.policy import at_least_fp32
 
 PREFILL_TOKENS = 512  # new tokens at once: bounds the attention scores of a long prompt
 
 
-class Decoder:
-    """The cached state of a batch of sequences, which may have different lengths."""
+class CachedBlocks:
+    """Some blocks with a cache each, for a batch of sequences."""
 
-    def __init__(self, model: Model, dispatcher: Dispatcher, sequences: int, capacity: int):
+    def __init__(self, model: Model, blocks: list[Block], dispatcher: Dispatcher, sequences: int, capacity: int):
         """capacity: tokens that a sequence may have in all; memory is taken for them at once."""
-        self.model, self.dispatcher, self.capacity = model, dispatcher, capacity
-        make = (model.config, sequences, capacity, model.dtype, model.device)
-        self.caches = [LatentCache(*make) for _ in model.blocks]
-        self.lengths = torch.zeros(sequences, dtype=torch.int64, device=model.device)
+        self.blocks, self.dispatcher, self.capacity = blocks, dispatcher, capacity
+        self.caches = [LatentCache(model.config, sequences, capacity, model.dtype, model.device) for _ in blocks]
+        self.rotary = Rotary(model.config, torch.arange(capacity, device=model.device), model.dtype)
 
-    @torch.no_grad()
-    def advance(self, tokens: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-        """Take new tokens in. -> logits behind each sequence's last new token, at least FP32 [B, vocab].
+    def run(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """hidden [B, n, hidden] of new tokens behind the first `lengths` -> what the last block gives, the same shape.
 
-        tokens int64 [B, n]; counts int64 [B]: how many of the n are real (they come first), None: all. A sequence
-        with count 0 keeps its length and its logits mean nothing.
+        lengths int64 [B], on the host. Entries behind them are overwritten: whoever wants to forget the last tokens,
+        or has filled up the shorter sequences, calls with smaller lengths next.
         """
-        counts = torch.full_like(self.lengths, tokens.shape[1]) if counts is None else counts
-        state = torch.zeros(len(tokens), self.model.config.hidden_size, dtype=self.model.dtype, device=tokens.device)
-        for first in range(0, tokens.shape[1], PREFILL_TOKENS):
-            part = tokens[:, first : first + PREFILL_TOKENS]
-            real = (counts - first).clamp(0, part.shape[1])
-            hidden = self._run(part)
-            ends_here = (counts > first) & (counts <= first + part.shape[1])
-            last = hidden[torch.arange(len(part), device=part.device), (real - 1).clamp_min(0)]
-            state = torch.where(ends_here.unsqueeze(-1), last, state)
-            self.lengths = self.lengths + real
-        return self.model.lm_head(self.model.model.norm(state)).to(
-            torch.promote_types(self.model.dtype, torch.float32)
-        )
+        parts = [self._run(part, lengths + i * PREFILL_TOKENS) for i, part in enumerate(hidden.split(PREFILL_TOKENS, 1))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _run(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [B, n] -> hidden states [B, n, hidden]; what padding leaves in the cache is overwritten later."""
-        positions = self.lengths.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)
-        if int(positions[:, -1].max()) >= self.capacity:
-            raise ValueError(f"{int(positions.max()) + 1} tokens do not fit into a cache of {self.capacity}")
-        context = AttentionContext(Rotary(self.model.config, positions, self.model.dtype), lengths=self.lengths)
-        hidden = self.model.model.embed_tokens(tokens)
-        for block, cache in zip(self.model.blocks, self.caches):
+    def _run(self, hidden, lengths):
+        places = Places(lengths, hidden.shape[1], hidden.device)
+        if places.keys > self.capacity:
+            raise ValueError(f"{places.keys} tokens do not fit into a cache of {self.capacity}")
+        index = slice(places.first, places.keys) if places.first is not None else places.index
+        context = AttentionContext(self.rotary.at(index), places=places)
+        for block, cache in zip(self.blocks, self.caches):
             phases = BlockPass(block, context, self.dispatcher, train=False, cache=cache)
             phases.attention(hidden)
             phases.dispatch()
@@ -56,3 +43,45 @@ class Decoder:
             phases.combine()
             hidden = phases.output()
         return hidden
+
+
+class Decoder:
+    """The main model's cached state of a batch of sequences, which may have different lengths."""
+
+    def __init__(self, model: Model, dispatcher: Dispatcher, sequences: int, capacity: int):
+        """capacity: tokens that a sequence may have in all."""
+        self.model = model
+        self.stack = CachedBlocks(model, model.blocks, dispatcher, sequences, capacity)
+        self.lengths = torch.zeros(sequences, dtype=torch.int64)  # tokens of each sequence in the caches; on the host
+
+    @torch.no_grad()
+    def states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens int64 [B, n], new ones -> their normalised states [B, n, hidden]; `keep` says how many count."""
+        hidden = self.stack.run(self.model.model.embed_tokens(tokens), self.lengths)
+        return self.model.model.norm(hidden)
+
+    def keep(self, counts: torch.Tensor) -> None:
+        """counts int64 [B], on the host: how many of the tokens that came last stay; they come first."""
+        self.lengths = self.lengths + counts
+
+    def advance(self, tokens: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+        """Take new tokens in. -> logits behind each sequence's last new token, at least FP32 [B, vocab].
+
+        tokens int64 [B, n]; counts int64 [B]: how many of the n are real (they come first), None: all. A sequence
+        with count 0 keeps its length and its logits mean nothing.
+        """
+        states = self.states(tokens)
+        counts = torch.full_like(self.lengths, tokens.shape[1]) if counts is None else counts.cpu()
+        self.keep(counts)
+        return logits(self.model, last_of(states, counts))
+
+
+def last_of(states: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """states [B, n, ·], counts int64 [B] on the host -> of each sequence the last that counts, [B, ·]."""
+    return states[torch.arange(len(states)), (counts - 1).clamp_min(0)]
+
+
+@torch.no_grad()
+def logits(model: Model, states: torch.Tensor) -> torch.Tensor:
+    """states [..., hidden], normalised, of any depth -> [..., vocab] in at least FP32."""
+    return at_least_fp32(model.lm_head(states))

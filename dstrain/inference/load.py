@@ -38,4 +38,4 @@ def load_model(
     with device:
         model = Model(config.model, chosen.compute, fp8=chosen.fp8)
     load_weights_of(path, model.state_dict(), weights)
-    return Loaded(model.requires_grad_(False), tokenizer, config, path)
+    return Loaded(model.freeze(), tokenizer, config, path)

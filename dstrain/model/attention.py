@@ -4,7 +4,8 @@
     c_KV = norm(W_DKV h)    [k_C; v]   = W_UKV c_KV         k_R = RoPE(W_KR h), one for all heads
     o = softmax(scale · [q_C; q_R] [k_C; k_R]ᵀ) v           u = W_O o
 
-With a cache only c_KV and k_R are kept, and W_UKV is absorbed: q_C k_C = (W_UKᵀ q_C) c_KV.
+With a cache only c_KV and k_R are kept, and W_UKV is absorbed: q_C k_C = (W_UKᵀ q_C) c_KV, so that all heads share the
+keys [c_KV; k_R] and the values c_KV. Where the cache was empty the heads are computed as in training.
 
 In FP8 training only the results of W_DQ and of [W_DKV; W_KR] are kept, and o as E5M6: norms, up-projections and rotation
 run again in backward.
@@ -19,12 +20,26 @@ from dstrain.config.schema import ModelConfig
 from dstrain.model.attention_core import attention_core, attention_core_backward
 from dstrain.model.rope import Rotary, softmax_scale
 from dstrain.precision.fp8_gemm import GemmBackend
-from dstrain.precision.linear import Linear, normed_linears
+from dstrain.precision.linear import Linear, join, normed_linears
 from dstrain.precision.pointwise import RMSNorm
 from dstrain.precision.policy import at_least_fp32
 
 
 LATENT_EPS = 1e-6  # of the two norms inside attention: released code gives them none of the config's rms_norm_eps
+
+
+class Places:
+    """Where L new tokens of each sequence go in the caches, and what they see there; the same for every layer."""
+
+    def __init__(self, lengths: torch.Tensor, new: int, device: torch.device):
+        """lengths int64 [B], on the host: tokens that the caches already hold. new: L."""
+        self.keys = int(lengths.max()) + new  # entries that anyone looks at
+        self.first = int(lengths[0]) if bool((lengths == lengths[0]).all()) else None  # the common place, if there is one
+        # A single token after equally many sees every entry.
+        self.index = self.unseen = None
+        if self.first is None or new > 1:
+            self.index = (lengths.unsqueeze(-1) + torch.arange(new)).to(device)  # [B, L]
+            self.unseen = torch.arange(self.keys, device=device) > self.index.unsqueeze(-1)  # [B, L, keys]
 
 
 @dataclass
@@ -33,26 +48,29 @@ class AttentionContext:
 
     rotary: Rotary
     starts: torch.Tensor | None = None  # int64 [B, L], see attention_core
-    lengths: torch.Tensor | None = None  # with a cache: tokens of each sequence that it already holds, int64 [B]
+    places: Places | None = None  # with a cache
 
 
 class LatentCache:
-    """Per token the normalised latent [kv_lora_rank] and the rotated key [qk_rope_head_dim] of one layer."""
+    """Per token of one layer an entry [kv_lora_rank + qk_rope_head_dim]: the normalised latent, and the rotated key."""
 
     def __init__(self, config: ModelConfig, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device):
-        self.latent = torch.zeros(sequences, capacity, config.kv_lora_rank, dtype=dtype, device=device)
-        self.rope_key = torch.zeros(sequences, capacity, config.qk_rope_head_dim, dtype=dtype, device=device)
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        self.entries = torch.zeros(sequences, capacity, width, dtype=dtype, device=device)
 
-    def append(self, latent: torch.Tensor, rope_key: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Write L new tokens of each sequence behind its first `lengths`."""
-        places = lengths.unsqueeze(-1) + torch.arange(latent.shape[1], device=latent.device)
-        rows = torch.arange(latent.shape[0], device=latent.device).unsqueeze(-1)
-        self.latent[rows, places] = latent
-        self.rope_key[rows, places] = rope_key
+    def write(self, entries: torch.Tensor, places: Places) -> None:
+        """entries [B, L, width] of new tokens; whatever was at their places is lost."""
+        if places.first is not None:
+            self.entries[:, places.first : places.first + entries.shape[1]] = entries
+        else:
+            rows = torch.arange(len(entries), device=entries.device).unsqueeze(-1)
+            self.entries[rows, places.index] = entries
 
 
 class Attention(nn.Module):
     """MLA; without q_lora_rank the query comes from one plain projection."""
+
+    absorbed: tuple[torch.Tensor, torch.Tensor] | None = None  # W_UK and W_UV laid out for decoding, see `freeze`
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, fp8: GemmBackend | None = None):
         super().__init__()
@@ -71,16 +89,22 @@ class Attention(nn.Module):
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_out, dtype, fp8)
         self.o_proj = Linear(self.heads * config.v_head_dim, hidden, dtype, fp8)
 
+    def freeze(self) -> None:
+        """Make ready for decoding, see `Model.freeze`."""
+        join(self._first_projection, self.kv_a_proj_with_mqa)
+        self.absorbed = tuple(weight.contiguous() for weight in self._absorbed_weights())
+
+    @property
+    def _first_projection(self) -> Linear:
+        return self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
+
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm, context: AttentionContext, cache: LatentCache | None = None
     ) -> torch.Tensor:
         """hidden [B, L, hidden], norm the block's, which comes before -> [B, L, hidden]."""
-        first = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
-        q_down, kv_down = normed_linears(hidden, norm, first, self.kv_a_proj_with_mqa, again=True)
+        q_down, kv_down = normed_linears(hidden, norm, self._first_projection, self.kv_a_proj_with_mqa, again=True)
         if cache is not None:
-            latent, rope_key = self._latent(kv_down, context.rotary)
-            cache.append(self.kv_a_layernorm(latent), rope_key, context.lengths)
-            out = self._attend_absorbed(*self._query(q_down, context.rotary), cache, context.lengths)
+            out = self._attend_cached(q_down, kv_down, cache, context)
         elif self.fp8 is not None:
             out = _AttendAgain.apply(self, context, q_down, kv_down)
         else:
@@ -90,13 +114,14 @@ class Attention(nn.Module):
 
     def _query(self, q_down, rotary):
         """-> the parts without and with position, [B, L, H, qk_nope] and [B, L, H, qk_rope]."""
+        q_nope, q_rope = self._unrotated_query(q_down)
+        return q_nope, rotary.rotate(q_rope)
+
+    def _unrotated_query(self, q_down):
         q = q_down
         if self.config.q_lora_rank is not None:
             (q,) = normed_linears(q_down, self.q_a_layernorm, self.q_b_proj)
-        q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split(
-            [self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1
-        )
-        return q_nope, rotary.rotate(q_rope)
+        return q.unflatten(-1, (self.heads, -1)).split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
 
     def _latent(self, kv_down, rotary):
         """-> the latent [B, L, kv_lora_rank], before its norm, and the rotated key [B, L, qk_rope]."""
@@ -110,29 +135,53 @@ class Attention(nn.Module):
         q_nope, q_rope = self._query(q_down, rotary)
         latent, rope_key = self._latent(kv_down, rotary)
         (kv,) = normed_linears(latent, self.kv_a_layernorm, self.kv_b_proj)
+        return self._join_heads(q_nope, q_rope, kv, rope_key.unsqueeze(-2))
+
+    def _join_heads(self, q_nope, q_rope, kv, rope_key):
+        """q_nope, q_rope [B, L, H, ·], kv [B, L, H · ·], rope_key [B, L, 1, qk_rope] -> as `heads_of`."""
         k_nope, v = kv.unflatten(-1, (self.heads, -1)).split(
             [self.config.qk_nope_head_dim, self.config.v_head_dim], dim=-1
         )
         # Joined in the layout [B, H, L, d] that attention works in.
         q = torch.cat((q_nope.transpose(1, 2), q_rope.transpose(1, 2)), dim=-1)
-        rope_key = rope_key.unsqueeze(1).expand(-1, self.heads, -1, -1)
+        rope_key = rope_key.transpose(1, 2).expand(-1, self.heads, -1, -1)
         k = torch.cat((k_nope.transpose(1, 2), rope_key), dim=-1)
         return q, k, v.transpose(1, 2)
 
-    def _attend_absorbed(self, q_nope, q_rope, cache, lengths):
-        """The same over everything cached, in the latent's own space; -> [B, L, H, v_head_dim]."""
-        length = q_nope.shape[1]
-        keys = int(lengths.max()) + length
-        latent, rope_key = cache.latent[:, :keys], cache.rope_key[:, :keys]
-        weight = self.kv_b_proj.dense_weight().view(self.heads, -1, self.config.kv_lora_rank)  # [H, nope + v, C]
+    def _attend_cached(self, q_down, kv_down, cache, context):
+        """Write the new tokens' entries and attend over all; -> [B, L, H, v_head_dim]."""
+        places, rotary = context.places, context.rotary
+        latent, rope_key = kv_down.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        q_nope, q_rope = self._unrotated_query(q_down)
+        latent = self.kv_a_layernorm(latent)
+        # One rotation for the queries and, as one more head, the key.
+        turned = rotary.rotate(torch.cat((q_rope, rope_key.unsqueeze(-2)), dim=-2))
+        q_rope, rope_key = turned.split([self.heads, 1], dim=-2)
+        cache.write(torch.cat((latent, rope_key.squeeze(-2)), dim=-1), places)
+        if places.first == 0 and q_nope.shape[1] > 1:
+            heads = self._join_heads(q_nope, q_rope, self.kv_b_proj(latent), rope_key)
+            return attention_core(*heads, self.scale).transpose(1, 2)
+        return self._attend_absorbed(q_nope, q_rope, cache.entries[:, : places.keys], places.unseen)
+
+    def _attend_absorbed(self, q_nope, q_rope, entries, unseen):
+        """Over entries [B, keys, C + qk_rope], without those that `unseen` [B, L, keys] marks; -> [B, L, H, v_head_dim]."""
+        sequences, length = q_nope.shape[:2]
+        up_key, up_value = self.absorbed or self._absorbed_weights()
+        q_latent = torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), up_key).transpose(0, 1)  # [B·L, H, C]
+        q = torch.cat((q_latent, q_rope.flatten(0, 1)), dim=-1).view(sequences, length * self.heads, -1)
+        scores = at_least_fp32(torch.bmm(q, entries.transpose(1, 2))) * self.scale  # [B, L·H, keys]
+        if unseen is not None:
+            scores.view(sequences, length, self.heads, -1).masked_fill_(unseen.unsqueeze(2), -torch.inf)
+        probs = scores.softmax(dim=-1).to(entries.dtype)
+        latents = torch.bmm(probs, entries[..., : self.config.kv_lora_rank])
+        heads = latents.view(sequences * length, self.heads, -1).transpose(0, 1)  # [H, B·L, C]
+        return torch.bmm(heads, up_value).transpose(0, 1).unflatten(0, (sequences, length))
+
+    def _absorbed_weights(self):
+        """W_UK [H, qk_nope, C] and W_UVᵀ [H, C, v_head_dim], views of W_UKV."""
+        weight = self.kv_b_proj.dense_weight().view(self.heads, -1, self.config.kv_lora_rank)
         up_key, up_value = weight.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
-        q_latent = torch.einsum("blhn,hnc->blhc", q_nope, up_key)
-        scores = torch.einsum("blhc,bkc->bhlk", q_latent, latent) + torch.einsum("blhr,bkr->bhlk", q_rope, rope_key)
-        places = lengths.unsqueeze(-1) + torch.arange(length, device=lengths.device)  # [B, L]
-        hidden_keys = torch.arange(keys, device=lengths.device) > places.unsqueeze(-1)  # [B, L, keys]
-        scores = (at_least_fp32(scores) * self.scale).masked_fill(hidden_keys.unsqueeze(1), -torch.inf)
-        probs = scores.softmax(dim=-1).to(latent.dtype)
-        return torch.einsum("blhc,hvc->blhv", torch.einsum("bhlk,bkc->blhc", probs, latent), up_value)
+        return up_key, up_value.transpose(1, 2)
 
 
 class _AttendAgain(torch.autograd.Function):

@@ -132,7 +132,8 @@ class BlockPass:
         residual, x, self.x_again = self.block.attend(hidden, self.context, self.cache)
         if not self.block.is_moe:
             return residual, x, None, x.new_zeros((), dtype=torch.float32)
-        routing: Routing = self.block.mlp.gate(x, self.count, self.x_again)
+        # Nobody asks for the balance loss of a token that is being decoded.
+        routing: Routing = self.block.mlp.gate(x, self.count, self.x_again, balance=self.cache is None)
         self.topk_ids = routing.topk_ids
         return residual, x, routing.topk_weights, routing.balance_loss
 

@@ -8,7 +8,7 @@ from torch import nn
 from dstrain.config.schema import ModelConfig
 from dstrain.model.router import Router
 from dstrain.precision.fp8_gemm import GemmBackend
-from dstrain.precision.linear import GroupedLinear, Linear, grouped_mlp, mlp
+from dstrain.precision.linear import GroupedLinear, Linear, grouped_mlp, join, mlp
 
 
 class MLP(nn.Module):
@@ -19,6 +19,10 @@ class MLP(nn.Module):
         self.gate_proj = Linear(hidden_size, intermediate_size, dtype, fp8)
         self.up_proj = Linear(hidden_size, intermediate_size, dtype, fp8)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, fp8)
+
+    def freeze(self) -> None:
+        """Make ready for decoding, see `Model.freeze`."""
+        join(self.gate_proj, self.up_proj)
 
     def forward(self, x: torch.Tensor, again: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
         """x [..., hidden] -> [..., hidden]. again: what computes x once more, where it need not be kept."""
@@ -35,6 +39,10 @@ class Experts(nn.Module):
         self.gate_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype, fp8)
         self.up_proj = GroupedLinear(experts, hidden_size, intermediate_size, dtype, fp8)
         self.down_proj = GroupedLinear(experts, intermediate_size, hidden_size, dtype, fp8)
+
+    def freeze(self) -> None:
+        """Make ready for decoding, see `Model.freeze`."""
+        join(self.gate_proj, self.up_proj)
 
     def forward(self, rows: torch.Tensor, row_weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """rows [n, hidden], row_weights [n] in at least FP32, offsets int32 [experts] -> [n, hidden].

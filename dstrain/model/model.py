@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from dstrain.config.schema import ModelConfig
+from dstrain.model.attention import Attention
 from dstrain.model.block import Block
+from dstrain.model.experts import MLP, Experts
 from dstrain.model.mtp import MTPModule
 from dstrain.model.router import Router
 from dstrain.model.share import Share
@@ -47,6 +49,17 @@ class Model(nn.Module):
         self.model = Body(config, dtype, self.share, fp8)
         if self.share.head:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+
+    def freeze(self) -> "Model":
+        """Make ready for decoding: the weights will not change any more, and need no gradients.
+
+        Those that share an input become slices of one matrix, and attention's absorbed ones are laid out once.
+        """
+        self.requires_grad_(False)
+        for module in self.modules():
+            if isinstance(module, Attention | MLP | Experts):
+                module.freeze()
+        return self
 
     @property
     def device(self) -> torch.device:

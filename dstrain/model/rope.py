@@ -64,6 +64,12 @@ class Rotary:
         self.cos = (angles.cos() * magnitude).to(wide)  # [(B,) L, d/2]
         self.sin = (angles.sin() * magnitude).to(wide)
 
+    def at(self, places: torch.Tensor | slice) -> "Rotary":
+        """The angles of some of the positions, where those were [L]; places int64 of any shape, or a slice."""
+        rotary = object.__new__(Rotary)
+        rotary.cos, rotary.sin = self.cos[places], self.sin[places]
+        return rotary
+
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, L, heads, d] -> the same shape and type, each pair (2j, 2j + 1) turned."""
         return rotate_pairs(x, self.cos.unsqueeze(-2), self.sin.unsqueeze(-2))

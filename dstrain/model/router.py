@@ -19,7 +19,7 @@ from dstrain.precision.policy import at_least_fp32
 class Routing:
     topk_ids: torch.Tensor  # int64 [tokens, k]
     topk_weights: torch.Tensor  # at least FP32 [tokens, k]
-    balance_loss: torch.Tensor  # scalar: the sum over the micro-batch's sequences of Σ_i f_i P_i
+    balance_loss: torch.Tensor  # scalar: the sum over the micro-batch's sequences of Σ_i f_i P_i; 0 where not asked for
 
 
 class Router(nn.Module):
@@ -44,8 +44,10 @@ class Router(nn.Module):
             self.e_score_correction_bias = bias.to(self.e_score_correction_bias.device)
         return self
 
-    def forward(self, x: torch.Tensor, count: bool, again: Callable[[], torch.Tensor] | None = None) -> Routing:
-        """x [B, L, hidden] -> the routing of its B·L tokens. `count` adds them to `load`.
+    def forward(
+        self, x: torch.Tensor, count: bool, again: Callable[[], torch.Tensor] | None = None, balance: bool = True
+    ) -> Routing:
+        """x [B, L, hidden] -> the routing of its B·L tokens. `count` adds them to `load`; balance: compute that loss.
 
         again: what computes x [B·L, hidden] once more, where it need not be kept.
         """
@@ -58,7 +60,8 @@ class Router(nn.Module):
             topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
         if count:
             self.load += torch.bincount(topk_ids.flatten(), minlength=config.n_routed_experts)
-        return Routing(topk_ids, topk_weights * config.routed_scaling_factor, self.balance_loss(scores))
+        balance_loss = self.balance_loss(scores) if balance else scores.new_zeros(())
+        return Routing(topk_ids, topk_weights * config.routed_scaling_factor, balance_loss)
 
     def select(self, scores: torch.Tensor) -> torch.Tensor:
         """scores [..., experts] -> ids of the num_experts_per_tok selected, int64, best first."""

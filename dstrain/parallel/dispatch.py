@@ -47,16 +47,32 @@ class LocalDispatch:
     def __init__(self, topk_ids: torch.Tensor, experts: int, alignment: int):
         """topk_ids int64 [T, k], -1 for no expert."""
         self.dropped = topk_ids < 0
+        if alignment == 1:
+            self._without_filling(topk_ids, experts)
+        else:
+            self._filled(topk_ids, experts, alignment)
+
+    def _without_filling(self, topk_ids, experts):
+        """Rows are slots, sorted. In few operations: decoding has a few tokens, and is as fast as these are few."""
+        slots = topk_ids.numel()
+        device = topk_ids.device
+        keys, order = topk_ids.masked_fill(self.dropped, experts).flatten().sort(stable=True)
+        self.offsets = torch.searchsorted(keys, torch.arange(1, experts + 1, device=device), out_int32=True)
+        self.offsets[-1] = slots
+        self.token_of_row = order // topk_ids.shape[1]
+        self.row_of_slot = torch.empty_like(order).scatter_(0, order, torch.arange(slots, device=device))
+        self.row_of_slot = self.row_of_slot.view(topk_ids.shape)
+
+    def _filled(self, topk_ids, experts, alignment):
         slots = topk_ids.numel()
         copies = Copies(topk_ids, experts, slots)
         counts = count(topk_ids, experts)
         counts[-1] += slots - counts.sum()
         room = (counts + alignment - 1) // alignment * alignment
-        total = slots if alignment == 1 else int(room.sum())
-        rows = ExpertRows(counts.view(1, experts, 1), slots, total, alignment)
+        rows = ExpertRows(counts.view(1, experts, 1), slots, int(room.sum()), alignment)
         self.offsets = rows.offsets
         self.row_of_slot = rows.row_of_copy[copies.place]  # [T, k]
-        self.token_of_row = torch.zeros(total, dtype=torch.int64, device=topk_ids.device)
+        self.token_of_row = torch.zeros(int(room.sum()), dtype=torch.int64, device=topk_ids.device)
         self.token_of_row[rows.row_of_copy] = copies.token
 
     def ready(self) -> bool:
@@ -65,7 +81,7 @@ class LocalDispatch:
     def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor) -> Done:
         row_weights = topk_weights.new_zeros(len(self.token_of_row))
         row_weights[self.row_of_slot] = topk_weights.masked_fill(self.dropped, 0)
-        return Done((x[self.token_of_row], row_weights))
+        return Done((x.index_select(0, self.token_of_row), row_weights))
 
     def combine(self, rows: torch.Tensor) -> Done:
         return Done(sum_rows(rows, self.row_of_slot))

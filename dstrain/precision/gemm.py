@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 
 def fprop(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [rows, in], weight [out, in] -> [rows, out]."""
-    return x @ weight.t()
+    """x [..., in], weight [out, in] -> [..., out]."""
+    return F.linear(x, weight)
 
 
 def dgrad(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

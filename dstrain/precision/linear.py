@@ -21,6 +21,8 @@ from dstrain.precision.pointwise import RMSNorm, swiglu
 class Linear(nn.Module):
     """y = x Wᵀ; weight [out_features, in_features], no bias."""
 
+    joined: torch.Tensor | None = None  # see `join`
+
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, fp8: GemmBackend | None = None):
         super().__init__()
         self.fp8 = fp8
@@ -46,6 +48,8 @@ def linear(
 
     again: computes x [rows, in] once more in backward, in any type that holds it exactly, so that x need not be kept.
     """
+    if not torch.is_grad_enabled():
+        return gemm.fprop(x, weight)
     return _Linear.apply(x, weight, again)
 
 
@@ -53,12 +57,19 @@ def normed_linears(x: torch.Tensor, norm: RMSNorm, *layers: Linear, again: bool 
     """norm(x) through one or more Linears; FP8 quantises it once, and with `again` keeps x alone for backward."""
     if layers[0].fp8 is not None:
         return fp8_normed_linear(x, norm, [layer.weight for layer in layers], layers[0].fp8, again)
-    x = norm(x)
+    return _same_input(norm(x), *layers)
+
+
+def _same_input(x, *layers):
+    if layers[0].joined is not None:
+        return linear(x, layers[0].joined).split([len(layer.weight) for layer in layers], dim=-1)
     return tuple(layer(x) for layer in layers)
 
 
 class GroupedLinear(nn.Module):
     """One Linear an expert; weight [experts, out_features, in_features]."""
+
+    joined: torch.Tensor | None = None  # see `join`
 
     def __init__(
         self, experts: int, in_features: int, out_features: int, dtype: torch.dtype, fp8: GemmBackend | None = None
@@ -71,7 +82,27 @@ class GroupedLinear(nn.Module):
         """rows [n, in_features] sorted by expert, offsets int32 [experts] their ends -> [n, out_features]."""
         if self.fp8 is not None:
             return fp8_linear(rows, self.weight, self.fp8, offsets)
-        return _GroupedLinear.apply(rows, self.weight, offsets)
+        return _grouped_linear(rows, self.weight, offsets)
+
+
+def _grouped_linear(rows, weight, offsets):
+    if not torch.is_grad_enabled():
+        return gemm.grouped_fprop(rows, weight, offsets)
+    return _GroupedLinear.apply(rows, weight, offsets)
+
+
+def join(*layers: Linear | GroupedLinear) -> None:
+    """From now on one product serves layers that always take the same input; FP8 stays as it is.
+
+    For weights that do not change any more: they become slices of one matrix, of which the first layer knows. Writing
+    into them is seen, moving them is not.
+    """
+    if layers[0].fp8 is not None:
+        return
+    joined = torch.cat([layer.weight.detach() for layer in layers], dim=-2)
+    for layer, part in zip(layers, joined.split([layer.weight.shape[-2] for layer in layers], dim=-2)):
+        layer.weight.data = part
+    layers[0].joined = joined
 
 
 def mlp(
@@ -80,7 +111,7 @@ def mlp(
     """x [..., hidden] -> down(silu(gate(x)) · up(x)). again: what computes x once more, where FP8 need not keep it."""
     if gate.fp8 is not None:
         return fp8_ffn(x, gate.weight, up.weight, down.weight, gate.fp8, again=again)
-    return down(swiglu(gate(x), up(x)))
+    return down(swiglu(*_same_input(x, gate, up)))
 
 
 def grouped_mlp(
@@ -91,7 +122,11 @@ def grouped_mlp(
     down(silu(gate(rows)) · up(rows) · row_weights)."""
     if gate.fp8 is not None:
         return fp8_ffn(rows, gate.weight, up.weight, down.weight, gate.fp8, row_weights, offsets)
-    return down(swiglu(gate(rows, offsets), up(rows, offsets), row_weights), offsets)
+    if gate.joined is not None:
+        gated = _grouped_linear(rows, gate.joined, offsets).chunk(2, dim=-1)
+    else:
+        gated = gate(rows, offsets), up(rows, offsets)
+    return down(swiglu(*gated, row_weights), offsets)
 
 
 class Embedding(nn.Module):
@@ -103,6 +138,8 @@ class Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids int64 [...] -> [..., hidden_size]."""
+        if not torch.is_grad_enabled():
+            return self.weight[ids]
         return _Embedding.apply(ids, self.weight)
 
 
@@ -112,7 +149,7 @@ class _Linear(torch.autograd.Function):
         x_2d = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_2d if again is None else None)
         ctx.weight, ctx.again = weight, again
-        return gemm.fprop(x_2d, weight).view(*x.shape[:-1], weight.shape[0])
+        return gemm.fprop(x, weight)
 
     @staticmethod
     def backward(ctx, grad):

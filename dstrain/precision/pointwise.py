@@ -49,6 +49,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and type."""
+        if not torch.is_grad_enabled():
+            return rms_norm_forward(x.reshape(-1, x.shape[-1]), self.weight, self.eps)[0].view(x.shape)
         return _RMSNorm.apply(x, self.weight, self.eps)
 
     def again(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -97,6 +99,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor | None = N
     gate, up [..., n]; weight [rows] in at least FP32, whose gradient has its type. Only the inputs are kept for
     backward; the output is computed again there.
     """
+    if not torch.is_grad_enabled():
+        return swiglu_forward(gate, up) if weight is None else weighted_swiglu_forward(gate, up, weight)
     return _SwiGLU.apply(gate, up) if weight is None else _WeightedSwiGLU.apply(gate, up, weight)
 
 
@@ -157,7 +161,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [..., d] with each pair (2j, 2j + 1) times [[cos, -sin], [sin, cos]]; cos, sin [..., d/2] broadcast to x."""
-    return _Rotate.apply(x, cos, sin)
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else rotate_forward(x, cos, sin)
 
 
 @kernel

@@ -61,7 +61,7 @@ def test_a_long_prompt_is_taken_in_parts(monkeypatch):
 def test_the_cache_holds_the_latent_and_one_rotated_key_and_nothing_per_head():
     config = tiny_config()
     decoder = Decoder(build(config, torch.float32)[0], LocalDispatcher(), sequences=2, capacity=10)
-    elements = sum(x.numel() for cache in decoder.caches for x in vars(cache).values())
+    elements = sum(x.numel() for cache in decoder.stack.caches for x in vars(cache).values())
     assert elements == 2 * 10 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
 
 
@@ -70,3 +70,27 @@ def test_more_tokens_than_the_cache_holds_are_an_error():
     decoder = Decoder(build(config, torch.float32)[0], LocalDispatcher(), sequences=1, capacity=4)
     with pytest.raises(ValueError, match="5 tokens do not fit into a cache of 4"):
         decoder.advance(torch.zeros(1, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("case", GRID)
+def test_a_frozen_model_computes_the_same_from_the_same_weights(case):
+    """Joined and absorbed weights: the prompt, one token, and several at once, against the model as it was."""
+    config = tiny_config(**GRID[case])
+    model, _ = build(config, torch.float64)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tokens = torch.randint(0, config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(4))
+
+    def logits():
+        decoder = Decoder(model, LocalDispatcher(), sequences=2, capacity=12)
+        return [decoder.advance(tokens[:, first:last]) for first, last in ((0, 5), (5, 6), (6, 7), (7, 12))]
+
+    before = logits()
+    assert model.freeze().blocks[-1].mlp.experts.gate_proj.joined is not None
+    for one, other in zip(before, logits()):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    state = model.state_dict()
+    assert state.keys() == weights.keys() and all(torch.equal(tensor, weights[name]) for name, tensor in state.items())
+    # One memory: what is written into a weight later is seen.
+    mlp = model.blocks[0].mlp
+    mlp.up_proj.weight[0, 0] = 7.0
+    assert mlp.gate_proj.joined[len(mlp.gate_proj.weight), 0] == 7.0

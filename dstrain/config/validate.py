@@ -351,6 +351,7 @@ def _generate(config: GenerateConfig) -> None:
         _at_least("top_k", config.top_k, 1, "null (all) or at least 1")
     _from_to("seed", config.seed, 0, LARGEST_SEED)
     _one_of("weights", config.weights, WEIGHTS)
+    _at_least("drafts", config.drafts, 0, "from 0 (none) to the model's MTP depth")
     _one_of("precision", config.precision, PRECISIONS)
     _one_of("device", config.device, DEVICES)
 

@@ -3,15 +3,11 @@
 import io
 import os
 import sys
-from collections.abc import Iterator
-
-import torch
 
 from dstrain.config.errors import InputError
 from dstrain.config.schema import GenerateConfig
-from dstrain.inference.decoder import Decoder
+from dstrain.inference.generation import Generation, Sampling
 from dstrain.inference.load import Loaded, load_model
-from dstrain.inference.sampling import distribution, sample
 from dstrain.parallel.device import pick_device
 from dstrain.parallel.dispatch import LocalDispatcher
 
@@ -25,6 +21,9 @@ def generate(config: GenerateConfig) -> int:
     prompt = read_prompt(config)
     device = pick_device(config.device, "device")
     loaded = load_model(config.checkpoint, config.precision, device, _report, config.weights)
+    depth = loaded.config.model.num_nextn_predict_layers
+    if config.drafts > depth:
+        raise InputError(f"drafts={config.drafts}: the checkpoint has {depth} MTP modules; valid: 0 to {depth}")
     ids = loaded.tokenizer.encode_prompt(prompt)
     context = loaded.config.model.max_position_embeddings
     if len(ids) >= context:
@@ -39,29 +38,35 @@ def generate(config: GenerateConfig) -> int:
     try:
         if config.echo:
             _write(prompt)
-        for token in continuation(loaded, ids, limit, config):
-            _write(stream.push(token))
+        generation = continuation(loaded, ids, limit, config)
+        for (tokens,) in generation.rounds():
+            _write("".join(map(stream.push, tokens)))
         _write(stream.finish() + "\n")
+        if config.drafts:
+            _report(acceptance(generation))
     except BrokenPipeError:  # the reader has seen enough; keep Python from complaining when it closes stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def continuation(loaded: Loaded, ids: list[int], limit: int, config: GenerateConfig) -> Iterator[int]:
+def continuation(loaded: Loaded, ids: list[int], limit: int, config: GenerateConfig) -> Generation:
     """At most `limit` ids after the prompt `ids`, ending before the end mark."""
-    model, tokenizer = loaded.model, loaded.tokenizer
-    decoder = Decoder(model, LocalDispatcher(), sequences=1, capacity=len(ids) + limit)
-    generator = torch.Generator().manual_seed(config.seed)
-    temperature = torch.tensor([config.temperature], dtype=torch.float64, device=model.device)
-    new = torch.tensor([ids], device=model.device)
-    for _ in range(limit):
-        logits = decoder.advance(new)
-        logits[:, tokenizer.vocab_size :] = -torch.inf  # ids that the model has and the tokenizer has not
-        token = sample(distribution(logits, temperature, config.top_p, config.top_k), generator)
-        if token.item() == tokenizer.eos_id:
-            return
-        yield token.item()
-        new = token.unsqueeze(0)
+    sampling = Sampling(
+        [config.temperature], config.top_p, config.top_k, config.seed, loaded.tokenizer.vocab_size, loaded.tokenizer.eos_id
+    )
+    return Generation(loaded.model, LocalDispatcher(), [ids], limit, sampling, config.drafts)
+
+
+def acceptance(generation: Generation) -> str:
+    """How many drafts were accepted."""
+    steps, accepted = generation.steps, generation.accepted
+    if not steps:
+        return "drafts: none were needed"
+    depths = ", ".join(f"{count / steps:.0%}" for count in accepted)
+    return (
+        f"drafts: {sum(accepted)} of {steps * len(accepted)} accepted (by depth {depths}), "
+        f"{1 + sum(accepted) / steps:.2f} tokens a step of the main model"
+    )
 
 
 def read_prompt(config: GenerateConfig) -> str:

@@ -9,11 +9,15 @@ def distribution(logits: torch.Tensor, temperature: torch.Tensor, top_p: float, 
     temperature float [B]; 0 puts everything on the largest logit (the first among equals). top_k keeps the k largest,
     then top_p the smallest set of the most probable tokens whose sum reaches top_p, always at least one.
     """
-    logits = logits.double()
-    greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    greedy = torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     hot = temperature > 0
+    if not hot.any():
+        return greedy
+    logits = logits.double()
     # Below the largest logit, so that no temperature, however small, makes infinities of the others' rank.
     scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(hot, temperature, 1.0).double().unsqueeze(-1)
+    if top_k is None and top_p == 1:
+        return torch.where(hot.unsqueeze(-1), scaled.softmax(dim=-1), greedy)
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
     if top_k is not None:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 
@@ -99,3 +100,21 @@ def test_closed_standard_streams_are_one_line(trained):
     for closed, said in ((">&- prompt=a", "standard output is closed"), ("<&-", "no prompt")):
         done = subprocess.run(["bash", "-c", f"{command} {closed}"], capture_output=True, text=True)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_drafts_change_no_greedy_text_and_their_acceptance_is_told(capsys, trained):
+    keys = ("prompt=def return value", "max_tokens=20", "temperature=0")
+    plain = generate(capsys, trained, *keys)
+    for drafts in (1, 2):
+        code, out, err = generate(capsys, trained, *keys, f"drafts={drafts}")
+        assert code == 0 and out == plain[1]
+        said = re.fullmatch(r"dstrain: drafts: (\d+) of (\d+) accepted \(by depth [\d%, ]+\), ([\d.]+) tokens a step .*\n", err)
+        accepted, offered = int(said[1]), int(said[2])
+        assert offered % drafts == 0 and accepted <= offered
+        assert float(said[3]) == pytest.approx(1 + accepted * drafts / offered, abs=0.005)
+
+
+@pytest.mark.parametrize("drafts, said", [("3", "valid: 0 to 2"), ("-1", "drafts=-1"), ("many", "drafts")])
+def test_more_drafts_than_the_checkpoint_has_modules_are_refused_in_one_line(capsys, trained, drafts, said):
+    code, out, err = generate(capsys, trained, "prompt=a", f"drafts={drafts}")
+    assert code == 2 and out == "" and said in err and err.count("\n") == 1

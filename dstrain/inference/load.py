@@ -31,11 +31,19 @@ def load_model(
 
     weights: final, or ema for their average.
     """
+    model, config, path = load_weights(where, precision, device, report, weights)
+    tokenizer = Tokenizer(CheckpointStore.file(path, "tokenizer.json").decode(), f"{path}: tokenizer.json")
+    return Loaded(model, tokenizer, config, path)
+
+
+def load_weights(
+    where: str, precision: str, device: torch.device, report: Callable[[str], None], weights: str = "final"
+) -> tuple[Model, TrainConfig, Path]:
+    """As `load_model`, of a checkpoint that need not have a tokenizer. -> model, the run's configuration, checkpoint."""
     path = find_checkpoint(where, report)
     config = load_train_config(CheckpointStore.file(path, "config.yaml").decode())
-    tokenizer = Tokenizer(CheckpointStore.file(path, "tokenizer.json").decode(), f"{path}: tokenizer.json")
     chosen = resolve_precision(precision, device)
     with device:
         model = Model(config.model, chosen.compute, fp8=chosen.fp8)
     load_weights_of(path, model.state_dict(), weights)
-    return Loaded(model.freeze(), tokenizer, config, path)
+    return model.freeze(), config, path

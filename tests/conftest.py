@@ -1,4 +1,4 @@
-"""Set-up of every test process: Triton kernels run in the interpreter, whose FP8 casts are corrected.
+"""Set-up of every test process: nothing goes to W&B; Triton kernels run in the interpreter, whose FP8 casts are corrected.
 
 Triton decides when it and a kernel are first imported, so this comes before any test is collected; processes that
 tests start do not inherit it. `dstrain.precision.kernels.interpreter` says what is wrong with the casts.
@@ -6,6 +6,7 @@ tests start do not inherit it. `dstrain.precision.kernels.interpreter` says what
 
 import os
 
+os.environ["WANDB_MODE"] = "disabled"  # no test writes into somebody's account unless it says so
 os.environ["TRITON_INTERPRET"] = "1"
 try:
     import triton.experimental.gluon  # noqa: F401  (imported by the first launch, it insists on the variable)

@@ -209,6 +209,11 @@ class EmaConfig:
 class TelemetryConfig:
     log_every: int = 10  # steps between console lines; a terminal shows every step in its bar
     peak_tflops: float | None = None  # of the device, for MFU; null: known by name, else measured
+    wandb: str = "auto"  # auto (online where wandb has a key, else disabled) | online | offline | disabled
+    wandb_project: str | None = None  # null: WANDB_PROJECT, else dstrain
+    wandb_entity: str | None = None  # user or team; null: WANDB_ENTITY, else the key's own
+    wandb_group: str | None = None  # runs that belong together
+    wandb_name: str | None = None  # null: run.name
 
 
 @dataclass

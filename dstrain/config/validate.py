@@ -23,6 +23,7 @@ from dstrain.config.schema import (
     ScheduleConfig,
     Segment,
     SourceConfig,
+    TelemetryConfig,
     TrainConfig,
     YarnConfig,
 )
@@ -94,10 +95,20 @@ def validate(config: AnyConfig) -> AnyConfig:
     if config.ema.decay is not None and not 0 < config.ema.decay < 1:
         raise InputError(f"ema.decay={config.ema.decay}: must be null (no average) or above 0 and below 1")
     _at_least("ema.every", config.ema.every, 1)
-    _at_least("telemetry.log_every", config.telemetry.log_every, 1)
-    if config.telemetry.peak_tflops is not None:
-        _positive("telemetry.peak_tflops", config.telemetry.peak_tflops)
+    _telemetry(config.telemetry)
     return config
+
+
+def _telemetry(telemetry: TelemetryConfig) -> None:
+    _at_least("telemetry.log_every", telemetry.log_every, 1)
+    if telemetry.peak_tflops is not None:
+        _positive("telemetry.peak_tflops", telemetry.peak_tflops)
+    _one_of("telemetry.wandb", telemetry.wandb, ("auto", "online", "offline", "disabled"))
+    for key, most in (("project", 128), ("entity", 128), ("group", 128), ("name", 1024)):
+        value, bad = getattr(telemetry, f"wandb_{key}"), r"[/\\#?%:]" if key == "project" else r"\0"
+        if value is not None and (not 0 < len(value.strip()) <= most or re.search(bad, value)):
+            raise InputError(f"telemetry.wandb_{key}={value!r}: must be null or text of at most {most} characters"
+                             + (", none of them one of /\\#?%:" if key == "project" else ""))
 
 
 def _precision(precision: PrecisionConfig) -> None:

@@ -1,4 +1,4 @@
-"""What a rank has beside its training: its log in the run folder, the signals that stop it, and the watch over others."""
+"""What a rank has beside its training: its log, the signals that stop it, the watch over others, its record in W&B."""
 
 import faulthandler
 import platform
@@ -15,6 +15,7 @@ from dstrain.parallel.watch import PATIENCE, Watch
 from dstrain.parallel.world import World
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.rank_log import RankLog
+from dstrain.telemetry.wandb_run import NoWandb, WandbRun
 from dstrain.train.signals import StopSignals
 
 ON_CUDA = 0.9  # of parallel.timeout: NCCL ends the process at all of it, and nothing could be said any more
@@ -25,11 +26,12 @@ class RunFailure(RuntimeError):
 
 
 class Job:
-    """Of one rank. A single rank has the log alone."""
+    """Of one rank. A single rank has no watch, and the first one alone a record in W&B."""
 
     def __init__(self, world: World):
         self.world, self.log, self.watch = world, None, None
         self.until_closed = ExitStack()
+        self.wandb: WandbRun | NoWandb = NoWandb()
 
     def open_log(self, folder: Path, console: RunConsole) -> None:
         """`<folder>/logs/rank-N.log` gets what `console` says; of ranks but the first, everything they print."""
@@ -102,5 +104,6 @@ class Job:
 
     def close(self) -> None:
         self.until_closed.close()
+        self.wandb.close()
         if self.log is not None:
             self.log.close()

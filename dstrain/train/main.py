@@ -1,6 +1,7 @@
 """`dstrain train`: builds everything a run needs, continues it from its newest checkpoint, and runs it."""
 
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -29,13 +30,14 @@ from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import Precision, resolve_precision
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.peak import peak_tflops
+from dstrain.telemetry.wandb_run import start_wandb
 from dstrain.train.ema import Ema
 from dstrain.telemetry.report import report_of_run
 from dstrain.train.initial import carried_files, own_checkpoint, start_from, with_tokenizer
 from dstrain.train.job import Job, RunFailure
 from dstrain.train.needs import check_memory, checkpoint_bytes
 from dstrain.train.optimizer import AdamW
-from dstrain.train.preflight import agree, disk_lines, preflight
+from dstrain.train.preflight import agree, code_digest, disk_lines, preflight
 from dstrain.train.run_folder import FollowedFolder, RunFolder
 from dstrain.train.state import RunState, architecture, build_state, initialise, restore
 from dstrain.train.step import Stepper
@@ -115,6 +117,8 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
         console.say(line)
     if world.is_first:
         save_run_config(folder.path, plain, overrides)
+        attached = plain | about_the_run(counts, layout)
+        job.wandb = start_wandb(config.telemetry, folder.path, config.model, config.run.name, attached, console.say)
     folder.clear_status()
 
     stepper = Stepper(config, model, optimizer, layout.dispatcher(device, precision.compute), stream, layout, ema)
@@ -129,7 +133,7 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
     }
     trainer = Trainer(
         config, folder, console, model, optimizer, stepper, state, layout, store, windows, tokenizer.token_bytes(), files,
-        corpus.fingerprint, peak * world.size, job.obey_signals(), job.failed,
+        corpus.fingerprint, peak * world.size, job.obey_signals(), job.failed, job.wandb,
     )
     if trainer.finished():
         console.say(f"nothing to do: the run has {state.step} steps and {state.tokens:,} tokens already")
@@ -146,8 +150,9 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
     finally:
         if world.is_first:  # when no rank waits for it any more
             report_of_run(folder.path, console)
-    folder.release()
     world.end()
+    job.wandb.finish()  # nobody waits for this rank any more
+    folder.release()
     return 0
 
 
@@ -251,6 +256,18 @@ def check_resumable(checkpoint: Path, config: TrainConfig, corpus: Corpus) -> tu
             "restore the data or choose another run.name"
         )
     return stored, meta
+
+
+def about_the_run(counts: Counts, layout: Layout) -> dict:
+    """What a record in W&B has beside the configuration."""
+    mesh = layout.mesh
+    return {
+        "code": {"digest": code_digest(), "python": platform.python_version(), "torch": torch.__version__},
+        "layout": {
+            "ranks": mesh.world_size, "pp": mesh.pp, "ep": mesh.ep, "edp": mesh.edp, "dp": mesh.dp, "lines": layout.lines(),
+        },
+        "parameters": {"main": counts.main, "total": counts.total, "activated": counts.activated},
+    }
 
 
 def report_resume(console: RunConsole, checkpoint: Path, state: RunState, changed: list[str]) -> None:

@@ -20,6 +20,7 @@ from dstrain.parallel.layout import Layout
 from dstrain.parallel.place import here
 from dstrain.parallel.watch import LEAVE
 from dstrain.telemetry.jsonl import JsonLines, NoLines
+from dstrain.telemetry.wandb_run import NoWandb, WandbRun
 from dstrain.train.evaluation import evaluate_heldout
 from dstrain.train.job import RunFailure
 from dstrain.train.optimizer import AdamW
@@ -49,11 +50,12 @@ class Trainer:
         peak_tflops: float,  # of all ranks
         signals: StopSignals,  # whose handlers are there from `run` on until the process has said why it failed
         on_failure: Callable[[BaseException], str | None] = lambda error: None,  # called at once; -> a better reason
+        wandb: WandbRun | NoWandb = NoWandb(),
     ):
         self.config, self.folder, self.console = config, folder, console
         self.model, self.optimizer, self.stepper, self.state, self.store = model, optimizer, stepper, state, store
         self.windows, self.token_bytes, self.files, self.data_fingerprint = windows, token_bytes, files, data_fingerprint
-        self.signals, self.on_failure = signals, on_failure
+        self.signals, self.on_failure, self.wandb = signals, on_failure, wandb
         self.rolled_back: Counter[Path] = Counter()
         self.layout, self.ranks = layout, layout.mesh.host_group
         self.leads = layout.mesh.rank == 0  # the first rank writes the run's files and speaks to people
@@ -75,6 +77,7 @@ class Trainer:
                 metrics["mfu"] = metrics["tokens_per_second"] * self.flops_per_token / self.peak_flops
                 metrics |= self.stepper.stream.metrics(state.samples)
                 metrics_file.write(metrics)
+                self.wandb.step(metrics)
                 self.console.step(metrics, *self.progress())
                 if state.skipped_in_a_row >= self.config.optim.max_skipped_steps:
                     what = "a non-finite loss or gradient" + (" or a spike" if "spike" in metrics else "")
@@ -151,6 +154,7 @@ class Trainer:
             return None
         record = {"step": self.state.step, "tokens": self.state.tokens, **result}
         self.eval_file.write(record)
+        self.wandb.evaluation(record)
         bits = result["bits_per_byte"]  # None where the held-out tokens are control tokens alone
         self.console.say(
             f"step {self.state.step}  evaluation of {size}: loss {result['loss']:.4f}, "

@@ -35,8 +35,15 @@ def run_of(path: Path):
 
 
 def _items(items) -> dict:
-    pairs = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-    return {key: value for key, value in pairs.items() if not key.startswith("_")}
+    """Of (key, or the keys of nested dicts; value as JSON)."""
+    found: dict = {}
+    for item in items:
+        *groups, name = list(item.nested_key) or [item.key]
+        here = found
+        for group in groups:
+            here = here.setdefault(group, {})
+        here[name] = json.loads(item.value_json)
+    return {key: value for key, value in found.items() if not key.startswith("_")}
 
 
 def _payloads(data: bytes):

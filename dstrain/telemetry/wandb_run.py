@@ -24,7 +24,8 @@ from dstrain.telemetry.wandb_names import LOAD, STEP, eval_values, layer_names, 
 
 LIMIT = 2**24  # bytes that wait for wandb: thousands of steps
 START = 180.0  # seconds after which a wandb that has not started is given up; its own limit is 90
-WAIT = 30.0  # seconds that the end of a run waits for it
+# Seconds that the end of a run waits for it. Within 15 wandb writes what it has to its file, which `wandb sync` can send.
+WAIT = 30.0
 HISTOGRAM_EVERY = 50  # steps
 ID_FILE = "wandb.id"
 
@@ -102,7 +103,7 @@ class WandbRun:
         self.to, self.of = self.process.stdin, self.process.stdout
         for pipe in (self.to, self.of):
             os.set_blocking(pipe.fileno(), False)
-        self.begun, self.lives = time.monotonic(), True
+        self.begun, self.lives, self.ending = time.monotonic(), True, False
         self._send(start)
 
     def step(self, record: dict) -> None:
@@ -119,10 +120,11 @@ class WandbRun:
 
     def finish(self) -> None:
         """The run has ended well: give wandb at most WAIT seconds to send the rest."""
+        self.ending = True
         self._send({"finish": 0})
         begun, spoken = time.monotonic(), False
         while self.lives and (seconds := time.monotonic() - begun) < WAIT:
-            self._exchange(ending=True)
+            self._exchange()
             if not self.pending:
                 self.to.close()
             if seconds > 2 and not spoken:
@@ -138,8 +140,9 @@ class WandbRun:
 
     def close(self) -> None:
         """The run has failed, or `finish` was called. What wandb has by now it sends by itself."""
+        self.ending = True
         if self.lives:
-            self._exchange(ending=True)
+            self._exchange()
             self._leave()
 
     def _send(self, message: dict) -> None:
@@ -155,8 +158,8 @@ class WandbRun:
             self._warn("start", f"it has not started within {START:.0f} s, nothing is recorded there (log: {self.log})")
             self._kill()
 
-    def _exchange(self, ending: bool = False) -> None:
-        """Write and read what the pipes take and have. ending: the other side may leave."""
+    def _exchange(self) -> None:
+        """Write and read what the pipes take and have."""
         with suppress(BlockingIOError, BrokenPipeError):
             while self.pending and not self.to.closed:
                 written = os.write(self.to.fileno(), bytes(self.pending[:65536]))
@@ -170,7 +173,7 @@ class WandbRun:
                     self._answer(json.loads(line))
                 if not text:
                     self.lives = False
-        if not self.lives and not ending:
+        if not self.lives and not self.ending:
             self._warn("gone", f"its process has ended, nothing more is recorded there (log: {self.log})")
             self._kill()
 

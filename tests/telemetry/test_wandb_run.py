@@ -36,10 +36,13 @@ class Fake:
         monkeypatch.setenv("FAKE_WANDB_CALLS", str(self.path))
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests/fake_wandb"), str(ROOT)]))
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        monkeypatch.setattr(wandb_run, "WAIT", 90.0)  # where a loaded machine is slow, wandb is not late
+        self.waits(90.0)  # where a loaded machine is slow, wandb is not late
 
     def does(self, behaviour: str) -> None:
         self.monkeypatch.setenv("FAKE_WANDB", behaviour)
+
+    def waits(self, seconds: float) -> None:
+        self.monkeypatch.setattr(wandb_run, "WAIT", seconds)
 
     def calls(self, name: str) -> list[dict]:
         lines = self.path.read_text().splitlines() if self.path.exists() else []
@@ -162,23 +165,38 @@ def test_only_the_first_rank_records(tmp_path, fake):
 
 @pytest.mark.parametrize("behaviour, warning", [
     ("raise init", "RuntimeError: init fails; nothing is recorded there"),
-    ("raise online", "RuntimeError: online fails; recording offline"),
-    ("raise define_metric", "RuntimeError: define_metric fails; nothing is recorded there"),
-    ("raise log", "RuntimeError: log fails; some records are missing there"),
-    ("raise finish", "its process failed at the end"),
     ("hang init", "not everything was sent within 1 s"),
-    ("hang log", "not everything was sent within 1 s; `wandb sync "),
-    ("hang finish", "not everything was sent within 1 s; `wandb sync "),
 ])
-def test_a_run_goes_on_whatever_wandb_does_and_says_so_once(tmp_path, fake, monkeypatch, capfd, behaviour, warning):
-    if "hang" in behaviour:
-        monkeypatch.setattr(wandb_run, "WAIT", 1.0)
+def test_a_run_goes_on_without_wandb_and_says_so_once(tmp_path, fake, capfd, behaviour, warning):
     fake.does(behaviour)
+    if behaviour == "hang init":
+        fake.waits(1.0)
     config = make_config(tmp_path, "telemetry.wandb=online", "run.steps=6", "checkpoint.every=2")
     assert run(config) == 0
     assert status(config)["status"] == "finished" and [row["step"] for row in metrics(config)] == list(range(1, 7))
     warnings = [line for line in capfd.readouterr().out.splitlines() if "WARNING" in line]
     assert len(warnings) == 1 and f"WARNING: wandb: {warning}" in warnings[0]
+
+
+@pytest.mark.parametrize("behaviour, warning", [
+    ("raise online", "RuntimeError: online fails; recording offline"),
+    ("raise define_metric", "RuntimeError: define_metric fails; nothing is recorded there"),
+    ("raise log", "RuntimeError: log fails; some records are missing there"),
+    ("raise finish", "its process failed at the end"),
+    ("hang log", "not everything was sent within 1 s; `wandb sync "),
+    ("hang finish", "not everything was sent within 1 s; `wandb sync "),
+])
+def test_whatever_fails_there_is_one_warning(tmp_path, fake, behaviour, warning):
+    fake.does(behaviour)
+    record = Record(tmp_path)
+    if "hang" in behaviour:
+        record.up()
+        fake.waits(1.0)
+    for step in range(1, 7):
+        record.run.step(RECORD | {"step": step})
+    record.run.finish()
+    assert len(record.warnings()) == 1 and f"WARNING: wandb: {warning}" in record.warnings()[0]
+    assert not alive(record.run.process.pid)
     if behaviour == "raise log":
         assert len(fake.rows()) == 6  # each is tried
     if behaviour == "raise online":
@@ -202,7 +220,7 @@ def test_a_start_that_hangs_is_given_up_and_nothing_is_kept_for_it(tmp_path, fak
 
 def test_what_wandb_does_not_take_is_kept_up_to_a_limit_and_no_step_waits_for_it(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(wandb_run, "LIMIT", 50_000)
-    monkeypatch.setattr(wandb_run, "WAIT", 0.5)
+    fake.waits(0.5)
     fake.does("hang log")
     record = Record(tmp_path)
     record.up()

@@ -1,4 +1,4 @@
-"""Set-up of every test process: nothing goes to W&B; Triton kernels run in the interpreter, whose FP8 casts are corrected.
+"""Set-up of every test process: nothing goes to W&B, Triton kernels run in the interpreter with corrected FP8 casts.
 
 Triton decides when it and a kernel are first imported, so this comes before any test is collected; processes that
 tests start do not inherit it. `dstrain.precision.kernels.interpreter` says what is wrong with the casts.

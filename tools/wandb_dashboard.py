@@ -1,11 +1,11 @@
-"""The dashboard of runs in W&B: a saved view of a project, with a section a group of `dstrain/telemetry/wandb_names.py`.
+"""The dashboard of runs in W&B: a saved view of a project, a section a group of `dstrain/telemetry/wandb_names.py`.
 
-    python tools/wandb_dashboard.py entity=TEAM project=dstrain        # needs a key, and pip install "wandb[workspaces]"
-    python tools/wandb_dashboard.py out=dashboard.json                 # the same as JSON, without W&B
+    python tools/wandb_dashboard.py entity=TEAM project=dstrain   # needs a key, and pip install "wandb[workspaces]"
+    python tools/wandb_dashboard.py out=dashboard.json            # the same as JSON, without W&B
 
-`name=` is the view's name. Every panel has the optimizer step on its x axis, so that a continued run is one curve. A panel
-of one series a source, MTP depth or layer finds them by a regular expression. Histograms of expert load (`moe/load`) are
-drawn by a project's automatic workspace, which this view leaves alone.
+`name=` is the view's name. Every panel has the optimizer step on its x axis, so that a continued run is one curve. A
+panel of one series a source, MTP depth or layer finds them by a regular expression. Histograms of expert load
+(`moe/load`) are drawn by a project's automatic workspace, which this view leaves alone.
 """
 
 import json
@@ -19,17 +19,18 @@ from dstrain.telemetry.wandb_names import MIN_LOAD, NAMES, OF_LAYER, STARVING, S
 DEFAULTS = {"entity": "", "project": "dstrain", "name": "dstrain", "out": ""}
 LOG = ("loss/balance", "optim/grad_norm")  # drawn on a logarithmic axis
 SERIES = ("loss_mtp", "data_shares", "data_task_shares", "data_epochs")  # keys that are several series each
-EVAL = ("loss", "bits_per_byte")
+EVAL = ("loss", "bits_per_byte", "accuracy")
 
 
 def main() -> None:
     options = DEFAULTS | dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-    wrong = [argument for argument in sys.argv[1:] if argument.split("=", 1)[0] not in DEFAULTS or "=" not in argument]
+    wrong = [text for text in sys.argv[1:] if text.split("=", 1)[0] not in DEFAULTS or "=" not in text]
     if wrong:
         sys.exit(f"unknown option {wrong[0]!r}; valid: {', '.join(f'{key}=' for key in DEFAULTS)}")
     plan = dashboard()
     if options["out"]:
-        Path(options["out"]).write_text(json.dumps({"name": options["name"], "x": STEP, "sections": plan}, indent=1) + "\n")
+        text = json.dumps({"name": options["name"], "x": STEP, "sections": plan}, indent=1)
+        Path(options["out"]).write_text(f"{text}\n")
         print(f"{sum(len(section['panels']) for section in plan)} panels, written to {options['out']}")
         return
     if not options["entity"]:
@@ -39,7 +40,8 @@ def main() -> None:
 
 def dashboard() -> list[dict]:
     """Sections {name, panels}; a panel {title, y: names of series, or regex: of series; log_y}."""
-    sections: dict[str, list[dict]] = {group: [] for group in ("loss", "eval", "moe", "optim", "schedule", "speed", "data")}
+    groups = ("loss", "eval", "moe", "optim", "schedule", "speed", "data")
+    sections: dict[str, list[dict]] = {group: [] for group in groups}
     for key, name in NAMES.items():
         several = {"y": [], "regex": f"^{name}[/_].*"} if key in SERIES else {"y": [name], "regex": None}
         sections[name.split("/")[0]].append({"title": name, **several, "log_y": name in LOG})
@@ -49,7 +51,10 @@ def dashboard() -> list[dict]:
     for name in EVAL:
         both = [f"eval/{name}", f"eval/whole/{name}"]
         sections["eval"].append({"title": f"eval/{name}", "y": both, "regex": None, "log_y": False})
-    sections["eval"].append({"title": "eval/loss_mtp", "y": [], "regex": "^eval/loss_mtp_.*", "log_y": False})
+    for name in ("loss_mtp", "accuracy_mtp"):
+        sections["eval"].append(
+            {"title": f"eval/{name}", "y": [], "regex": f"^eval/(whole/)?{name}_.*", "log_y": False}
+        )
     return [{"name": name, "panels": panels} for name, panels in sections.items()]
 
 

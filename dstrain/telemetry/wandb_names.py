@@ -1,7 +1,7 @@
 """What the records of `metrics.jsonl` and `eval.jsonl` are called in W&B: `<group>/<name>`, a section a group there.
 
-A list becomes one series an entry, counted from 1 (`loss/mtp_1`), a dict one a key (`data/shares/math`). Numbers that are
-not finite are left out: a gap in the curve, where `optim/skipped` says why. A key that has no name here goes under
+A list becomes one series an entry, counted from 1 (`loss/mtp_1`), a dict one a key (`data/shares/math`). Numbers that
+are not finite are left out: a gap in the curve, where `optim/skipped` says why. A key that has no name here goes under
 `other/`.
 """
 
@@ -68,7 +68,7 @@ def step_values(record: dict, layers: list[str]) -> dict[str, float]:
 
 
 def eval_values(record: dict) -> dict[str, float]:
-    """The same of an object of eval.jsonl: under `eval/`, what was measured on the whole held-out text under `eval/whole/`."""
+    """The same of an object of eval.jsonl: under `eval/`, or `eval/whole/` where it is of the whole held-out text."""
     group = "eval/whole" if record["whole"] else "eval"
     values = {STEP: record[STEP]}
     for key, value in record.items():
@@ -78,7 +78,7 @@ def eval_values(record: dict) -> dict[str, float]:
 
 
 def relative_loads(moe_load: list[list[int]]) -> list[list[float]]:
-    """Every expert's load over the mean of its layer, 1.0 in perfect balance; an empty list for a layer without tokens."""
+    """Every expert's load over its layer's mean, 1.0 in perfect balance; an empty list for a layer without tokens."""
     return [[load * len(layer) / total for load in layer] if (total := sum(layer)) else [] for layer in moe_load]
 
 

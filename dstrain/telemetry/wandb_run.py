@@ -24,7 +24,7 @@ from dstrain.telemetry.wandb_names import LOAD, STEP, eval_values, layer_names, 
 
 LIMIT = 2**24  # bytes that wait for wandb: thousands of steps
 START = 180.0  # seconds after which a wandb that has not started is given up; its own limit is 90
-# Seconds that the end of a run waits for it. Within 15 wandb writes what it has to its file, which `wandb sync` can send.
+# Seconds that the end of a run waits for it. Within 15 wandb has written all to its file, which `wandb sync` sends.
 WAIT = 30.0
 HISTOGRAM_EVERY = 50  # steps
 ID_FILE = "wandb.id"
@@ -47,7 +47,8 @@ class NoWandb:
 
 
 def start_wandb(
-    telemetry: TelemetryConfig, folder: Path, model: ModelConfig, run_name: str, config: dict, say: Callable[[str], None]
+    telemetry: TelemetryConfig, folder: Path, model: ModelConfig, run_name: str, config: dict,
+    say: Callable[[str], None],
 ) -> "WandbRun | NoWandb":
     """The record of the run in `folder`. config: what is attached to it, as plain containers, with the group `code`."""
     mode, line = resolve_mode(telemetry.wandb)
@@ -89,7 +90,7 @@ class WandbRun:
     """This side of `wandb_process`. No method raises."""
 
     def __init__(self, start: dict, log: Path, layers: list[str], say: Callable[[str], None]):
-        """layers: `layer_names` of the model. say: takes lines for people. Raises OSError where it cannot be started."""
+        """layers: `layer_names` of the model. say: takes lines for people. Raises OSError where it does not start."""
         self.log, self.layers, self.say = log, layers, say
         self.directory = None  # where wandb keeps its files, once it is up
         self.warned: set[str] = set()
@@ -97,8 +98,9 @@ class WandbRun:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dstrain.telemetry.wandb_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=file, bufsize=0, start_new_session=True,  # signals of the terminal are not for it
+                [sys.executable, "-m", "dstrain.telemetry.wandb_process"], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=file, bufsize=0,
+                start_new_session=True,  # signals of the terminal are not for it
             )
         self.to, self.of = self.process.stdin, self.process.stdout
         for pipe in (self.to, self.of):
@@ -128,14 +130,14 @@ class WandbRun:
             if not self.pending:
                 self.to.close()
             if seconds > 2 and not spoken:
-                self.say(f"waiting for wandb to send the rest, at most {WAIT:.0f} s")
+                self.say(f"waiting for wandb to finish, at most {WAIT:.0f} s")
                 spoken = True
             time.sleep(0.02)
         if self.lives:
-            rest = f"; `wandb sync {self.directory}` sends it" if self.directory else ""
+            rest = f"; `wandb sync --include-online {self.directory}` sends it" if self.directory else ""
             self._warn("end", f"not everything was sent within {WAIT:.0f} s{rest}")
         elif self.process.wait() != 0 and not self.warned & {"gone", "start"}:
-            self._warn("gone", f"its process failed at the end, the last records may be missing there (log: {self.log})")
+            self._warn("gone", f"its process failed at the end, records may be missing there (log: {self.log})")
         self._kill()
 
     def close(self) -> None:

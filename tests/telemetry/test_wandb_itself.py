@@ -32,11 +32,9 @@ def nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb_run, "WAIT", 120.0)
 
 
-def test_an_offline_run_is_in_wandbs_file_number_by_number(tmp_path, capfd):
-    config = make_config(
-        tmp_path, "telemetry.wandb=offline", "run.steps=50", "eval.every=25", "eval.sequences=2", "batch.sequences=2",
-        "batch.micro_sequences=2", "telemetry.log_every=50",
-    )
+def test_an_offline_run_is_in_wandbs_file_number_by_number(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(wandb_run, "HISTOGRAM_EVERY", 8)
+    config = make_config(tmp_path, "telemetry.wandb=offline", "run.steps=8", "eval.every=4", "eval.sequences=2")
     assert run(config) == 0
     folder = Path(config.run.dir) / config.run.name
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -45,9 +43,9 @@ def test_an_offline_run_is_in_wandbs_file_number_by_number(tmp_path, capfd):
     assert [row for row in rows if "loss/total" in row] == [step_values(row, LAYERS) for row in metrics(config)]
     assert [row for row in rows if "eval/loss" in row] == [eval_values(row) for row in evaluations]
     (histogram,) = [row for row in rows if LOAD in row]
-    assert histogram["step"] == 50 and histogram[LOAD]["_type"] == "histogram"
+    assert histogram["step"] == 8 and histogram[LOAD]["_type"] == "histogram"
     assert sum(histogram[LOAD]["values"]) == sum(len(load) for load in metrics(config)[-1]["moe_load"])
-    assert len(rows) == 53
+    assert len(rows) == 11
 
     attached, values = wandb_file.run_of(path)
     assert (attached.run_id, attached.project, attached.display_name) == (
@@ -130,7 +128,9 @@ def test_a_server_that_goes_away_in_mid_run_costs_no_row_and_a_bounded_wait(tmp_
     monkeypatch.setattr(wandb_run, "WAIT", usual)
     record.finish()
     (warning,) = [line for line in said if "WARNING" in line]
-    assert warning == f"WARNING: wandb: not everything was sent within 30 s; `wandb sync {record.directory}` sends it"
+    sync = f"`wandb sync --include-online {record.directory}` sends it"
+    assert warning == f"WARNING: wandb: not everything was sent within 30 s; {sync}"
     assert not alive(record.process.pid)
     (path,) = Path(record.directory).glob("*.wandb")
-    assert [row["step"] for row in wandb_file.rows(path) if LOAD not in row] == list(range(1, 101))  # `wandb sync` sends them
+    # what `wandb sync` sends
+    assert [row["step"] for row in wandb_file.rows(path) if LOAD not in row] == list(range(1, 101))

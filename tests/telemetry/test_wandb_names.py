@@ -12,8 +12,9 @@ from dstrain.telemetry.wandb_names import NAMES, STEP, eval_values, layer_names,
 
 GROUPS = {"loss", "moe", "schedule", "speed", "data", "optim"}
 RECORD = {
-    "step": 7, "tokens": 448, "samples": 28, "loss": 7.5, "loss_main": 5.5, "loss_mtp": [5.25, 5.75], "loss_balance": 2.0,
-    "lr": 1e-3, "grad_norm": 1.5, "step_time": 0.25, "tokens_per_second": 256.0, "mfu": 0.5, "moe_max_violation": 1.0,
+    "step": 7, "tokens": 448, "samples": 28, "loss": 7.5, "loss_main": 5.5, "loss_mtp": [5.25, 5.75],
+    "loss_balance": 2.0, "lr": 1e-3, "grad_norm": 1.5, "step_time": 0.25, "tokens_per_second": 256.0, "mfu": 0.5,
+    "moe_max_violation": 1.0,
     "moe_load": [[4, 4, 4, 4], [8, 6, 2, 0], [5, 3, 4, 4], [0, 0, 0, 0]], "bias_speed": 0.001, "mtp_weight": 0.3,
     "batch_sequences": 4, "skipped": False, "spike": True, "step_time_spread": 0.125, "slowest_rank": 1,
     "dispatch_slow_bytes": 100, "dispatch_fast_bytes": 200, "data_shares": {"math": 0.75, "code/web": 0.25},
@@ -54,7 +55,8 @@ def test_what_is_no_finite_number_is_a_gap(hole):
 
 def test_evaluations_of_a_part_and_of_the_whole_text_are_different_series():
     record = {
-        "step": 9, "tokens": 5, "loss": 4.5, "loss_mtp": [4.75], "bits_per_byte": None, "heldout_tokens": 64, "whole": False
+        "step": 9, "tokens": 5, "loss": 4.5, "loss_mtp": [4.75], "bits_per_byte": None, "heldout_tokens": 64,
+        "whole": False,
     }
     assert eval_values(record) == {"step": 9, "eval/loss": 4.5, "eval/loss_mtp_1": 4.75, "eval/heldout_tokens": 64}
     whole = eval_values(record | {"whole": True, "bits_per_byte": 1.5})

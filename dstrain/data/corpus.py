@@ -88,9 +88,11 @@ def cached_corpus(config: DataConfig, fingerprint: str) -> Corpus | None:
 
 def check_vocabulary(dataset: IndexedDataset, vocab_size: int, where: str) -> None:
     """InputError naming the first id outside 0 … vocab_size - 1; of very large files only the beginning is read."""
-    chunk = 1 << 24
-    for start in range(0, min(dataset.num_tokens, CHECKED_TOKENS), chunk):
-        ids = dataset.tokens[start : min(start + chunk, CHECKED_TOKENS)]
+    chunk, end = 1 << 20, min(dataset.num_tokens, len(dataset.tokens), CHECKED_TOKENS)
+    for start in range(0, end, chunk):
+        # Read, not mapped: pages that were mapped count as memory of this process for good.
+        offset = start * dataset.tokens.itemsize
+        ids = np.fromfile(dataset.bin_path, dataset.tokens.dtype, min(chunk, end - start), offset=offset)
         if ids.min() < 0 or ids.max() >= vocab_size:
             position = start + int(np.argmax((ids < 0) | (ids >= vocab_size)))
             raise InputError(
@@ -116,7 +118,9 @@ def _ready(config: DataConfig) -> Corpus:
     for dataset in filter(None, (*train, heldout)):
         check_vocabulary(dataset, tokenizer.vocab_size, config.tokenizer)
         # The lengths of all documents and the beginning: cheap however large the files are, and it tells them apart.
-        seen.update(dataset.idx_path.read_bytes())
+        with open(dataset.idx_path, "rb") as file:
+            while part := file.read(1 << 20):
+                seen.update(part)
         seen.update(dataset.tokens[: 1 << 20].tobytes())
     return Corpus(
         name=Path(config.train).name if config.sources is None else " + ".join(s.label for s in config.sources),

@@ -15,6 +15,7 @@ import numpy as np
 
 from dstrain.data.indexed import IndexedDataset
 from dstrain.data.samples import EPOCHS_KEPT, mix, shuffled
+from dstrain.data.starts import AT_ONCE
 from dstrain.data.tokenizer import Tokenizer
 
 SHORTEST = 3  # tokens: begin mark, one token, end mark
@@ -29,8 +30,9 @@ class FillInTheMiddle:
         """InputError if the tokenizer has no marks. Documents of less than three tokens stay as they are."""
         self.dataset, self.seed, self.marks = dataset, seed % 2**64, tokenizer.fim_ids()
         self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
-        self.able = np.flatnonzero(dataset.document_lengths >= SHORTEST)
-        self.count = round(rate * len(self.able))  # documents of each epoch
+        parts = range(0, dataset.num_documents, AT_ONCE)
+        self.able = sum(int(np.count_nonzero(self._able(slice(first, first + AT_ONCE)))) for first in parts)
+        self.count = round(rate * self.able)  # documents of each epoch
         self.num_tokens = dataset.num_tokens + MARKS * self.count
         self._chosen: OrderedDict[int, np.ndarray] = OrderedDict()
 
@@ -39,16 +41,21 @@ class FillInTheMiddle:
         if epoch not in self._chosen:
             marked = np.zeros(self.dataset.num_documents, bool)
             if self.count:
-                marked[self.able[shuffled(len(self.able), mix(self.seed ^ CHOICE), epoch)[: self.count]]] = True
+                turns = shuffled(self.able, mix(self.seed ^ CHOICE), epoch)[: self.count].copy()  # lets go of the rest
+                marked[np.flatnonzero(self._able(slice(None)))[turns]] = True
             self._chosen[epoch] = marked
             while len(self._chosen) > EPOCHS_KEPT:
                 self._chosen.popitem(last=False)
         self._chosen.move_to_end(epoch)
         return self._chosen[epoch]
 
-    def lengths(self, epoch: int) -> np.ndarray:
-        """Tokens of each document, marks included, int64 [documents]."""
-        return self.dataset.document_lengths + MARKS * self.chosen(epoch)
+    def _able(self, documents: slice) -> np.ndarray:
+        """Which of these documents are long enough, bool."""
+        return self.dataset.lengths(documents) >= SHORTEST
+
+    def lengths(self, epoch: int, documents: slice | np.ndarray = slice(None)) -> np.ndarray:
+        """Tokens of these documents, of all by default, marks included, int64."""
+        return self.dataset.lengths(documents) + MARKS * self.chosen(epoch)[documents]
 
     def read(self, epoch: int, document: int, offset: int, length: int) -> np.ndarray:
         """`length` ids of a document of this epoch from its token `offset` on, int64 [length]."""
@@ -69,7 +76,7 @@ class FillInTheMiddle:
 
     def _pieces(self, epoch: int, document: int) -> list[int | slice]:
         """A rearranged document: marks, and slices of it as it is stored."""
-        size = int(self.dataset.document_lengths[document])
+        size = self.dataset.length(document)
         begin, hole, end = self.marks
         # A document of another tool may lack its marks; those that are there stay outside.
         first = int(self.dataset.read(document, 0, 1)[0] == self.bos_id)

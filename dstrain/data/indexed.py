@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from dstrain.config.errors import InputError
+from dstrain.data.starts import AT_ONCE, Starts
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -35,7 +36,8 @@ class IndexedDataset:
     """Read-only, memory-mapped documents of token ids.
 
     Opening checks header and sizes and raises InputError naming the file, what was found and what was expected.
-    All positions are int64, so files beyond 4 GiB and 2^31 tokens work.
+    All positions are int64, so files beyond 4 GiB and 2^31 tokens work. Of a set whose documents are single sequences
+    no array as long as the index is made: there may be hundreds of millions of documents.
     """
 
     def __init__(self, prefix: str | Path):
@@ -44,21 +46,20 @@ class IndexedDataset:
         idx_size, bin_size = _file_size(self.idx_path), _file_size(self.bin_path)
         dtype, sequences, entries = self._read_header(idx_size)
 
-        arrays = np.memmap(self.idx_path, np.uint8, "r", offset=HEADER.size) if idx_size > HEADER.size else None
+        # Plain arrays over the map: slices of a memmap object cost microseconds each.
+        arrays = np.asarray(np.memmap(self.idx_path, np.uint8, "r", offset=HEADER.size))
         after_lengths, after_pointers = 4 * sequences, 12 * sequences
-        lengths = arrays[:after_lengths].view("<i4")
+        self._lengths = arrays[:after_lengths].view("<i4")
         self._pointers = arrays[after_lengths:after_pointers].view("<i8")
         self._document_index = arrays[after_pointers:].view("<i8")
-        self._check_arrays(lengths, np.dtype(dtype).itemsize, bin_size)
+        single = self._check_arrays(np.dtype(dtype).itemsize, bin_size)
 
-        # Token counts before each sequence; one entry more than sequences.
-        self._sequence_starts = np.zeros(sequences + 1, np.int64)
-        np.cumsum(lengths, dtype=np.int64, out=self._sequence_starts[1:])
-        self.document_lengths = np.diff(self._sequence_starts[self._document_index])  # int64 [documents]
+        self._starts = Starts(sequences, self._lengths.__getitem__)  # token counts before each sequence
+        self._document_lengths = self._lengths if single else self._sums_of_documents()
         self.num_documents = entries - 1
-        self.num_tokens = int(self._sequence_starts[-1])
+        self.num_tokens = self._starts.total
         self._itemsize = np.dtype(dtype).itemsize
-        self.tokens = np.memmap(self.bin_path, dtype, "r") if bin_size else np.zeros(0, dtype)  # the whole .bin
+        self.tokens = np.asarray(np.memmap(self.bin_path, dtype, "r")) if bin_size else np.zeros(0, dtype)  # the whole .bin
 
     def __reduce__(self):
         # A worker process maps the files again: pickling a memory map would copy it whole.
@@ -88,48 +89,78 @@ class IndexedDataset:
             raise InputError(f"{path}: 0 document entries found, expected at least the leading 0")
         return DTYPES[code], sequences, entries
 
-    def _check_arrays(self, lengths: np.ndarray, itemsize: int, bin_size: int) -> None:
-        index, pointers, path = self._document_index, self._pointers, self.idx_path
-        if index[0] != 0 or index[-1] != len(lengths) or np.any(index[1:] < index[:-1]):
-            raise InputError(f"{path}: corrupt document index: expected rising values from 0 to {len(lengths)}")
-        if len(lengths) and (lengths.min() < 0 or pointers.min() < 0):
-            raise InputError(f"{path}: corrupt: negative sequence length or byte position found, expected 0 or more")
-        if len(lengths) and np.any(pointers % itemsize):
-            raise InputError(f"{path}: corrupt: a byte position is no multiple of the {itemsize} bytes of a token id")
-        if len(lengths) and pointers.max() > 2**62:  # the sum below would overflow
-            raise InputError(f"{path}: corrupt: byte position {pointers.max()} found, {bin_size} bytes are there")
-        expected = int((pointers + lengths.astype(np.int64) * itemsize).max()) if len(lengths) else 0
+    def _check_arrays(self, itemsize: int, bin_size: int) -> bool:
+        """InputError where the index contradicts itself or the .bin. -> whether every document is one sequence."""
+        index, path, sequences = self._document_index, self.idx_path, len(self._lengths)
+        single, rising = len(index) == sequences + 1, True
+        for first in range(0, len(index) - 1, AT_ONCE):
+            part = index[first : first + AT_ONCE + 1]
+            single = single and bool((part[1:] > part[:-1]).all())
+            rising = rising and (single or bool((part[1:] >= part[:-1]).all()))
+        if index[0] != 0 or index[-1] != sequences or not rising:
+            raise InputError(f"{path}: corrupt document index: expected rising values from 0 to {sequences}")
+        expected = 0
+        for first in range(0, sequences, AT_ONCE):
+            lengths, pointers = (array[first : first + AT_ONCE] for array in (self._lengths, self._pointers))
+            if lengths.min() < 0 or pointers.min() < 0:
+                raise InputError(f"{path}: corrupt: negative sequence length or byte position found, expected 0 or more")
+            if np.any(pointers & (itemsize - 1)):  # of a power of two; a remainder takes ten times as long
+                raise InputError(f"{path}: corrupt: a byte position is no multiple of the {itemsize} bytes of a token id")
+            if pointers.max() > 2**62:  # the sum below would overflow
+                raise InputError(f"{path}: corrupt: byte position {pointers.max()} found, {bin_size} bytes are there")
+            expected = max(expected, int((pointers + lengths * np.int64(itemsize)).max()))
         if bin_size != expected:
             raise InputError(f"{self.bin_path}: {bin_size} bytes found, expected {expected} from {path.name}")
+        return single
+
+    def _sums_of_documents(self) -> np.ndarray:
+        starts = np.zeros(len(self._lengths) + 1, np.int64)
+        np.cumsum(self._lengths, dtype=np.int64, out=starts[1:])
+        return np.diff(starts[self._document_index])
+
+    @property
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of every document, int64 [documents], made anew; `lengths` is the way to some of them."""
+        return self.lengths(slice(None))
+
+    def lengths(self, documents: slice | np.ndarray) -> np.ndarray:
+        """Tokens of these documents, int64."""
+        return self._document_lengths[documents].astype(np.int64)
+
+    def length(self, document: int) -> int:
+        """Tokens of one document."""
+        return int(self._document_lengths[document])
 
     def document(self, i: int) -> np.ndarray:
         """All token ids of document i, int64."""
-        return self.read(i, 0, int(self.document_lengths[i]))
+        return self.read(i, 0, self.length(i))
 
     def sequences(self) -> tuple[np.ndarray, np.ndarray]:
         """Lengths of all sequences, and the document index, both int64."""
-        return np.diff(self._sequence_starts), self._document_index
+        return self._lengths.astype(np.int64), self._document_index
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         """`length` token ids of a document from its token `offset` on, int64 [length]; IndexError beyond its end."""
         if not 0 <= document < self.num_documents:
             raise IndexError(f"{self.prefix}: document {document} of {self.num_documents}")
-        if offset < 0 or length < 0 or offset + length > self.document_lengths[document]:
+        if offset < 0 or length < 0 or offset + length > self.length(document):
             raise IndexError(
                 f"{self.prefix}: tokens {offset}:{offset + length} of document {document}, "
-                f"which has {self.document_lengths[document]}"
+                f"which has {self.length(document)}"
             )
         out = np.empty(length, np.int64)
-        starts = self._sequence_starts
-        position = int(starts[self._document_index[document]]) + offset
-        sequence = int(np.searchsorted(starts, position, side="right")) - 1
+        if self._document_lengths is self._lengths:
+            sequence, inside = document, offset
+        else:
+            position = self._starts[int(self._document_index[document])] + offset
+            sequence, start = self._starts.find(position)
+            inside = position - start
         done = 0
         while done < length:
-            inside = position - int(starts[sequence])
-            take = min(length - done, int(starts[sequence + 1]) - position)
+            take = min(length - done, int(self._lengths[sequence]) - inside)
             first = int(self._pointers[sequence]) // self._itemsize + inside
             out[done : done + take] = self.tokens[first : first + take]
-            done, position, sequence = done + take, position + take, sequence + 1
+            done, sequence, inside = done + take, sequence + 1, 0
         return out
 
 

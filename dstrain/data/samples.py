@@ -16,8 +16,10 @@ import torch
 
 from dstrain.config.errors import InputError
 from dstrain.data.indexed import IndexedDataset
+from dstrain.data.starts import AT_ONCE, Starts
 
 EPOCHS_KEPT = 3  # orders in memory: a sample may need two neighbours
+NEXT = 16  # documents looked up together
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -28,8 +30,10 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
     keys = np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch])).random_raw(count)
     # The number itself takes the low bits of its random key: a sort is much faster than argsort, and nothing ties.
     low = np.uint64((1 << max(count - 1, 1).bit_length()) - 1)
-    keys &= ~low
-    keys |= np.arange(count, dtype=np.uint64)
+    for first in range(0, count, AT_ONCE):  # in parts, so that the keys are the only array of this size
+        part = keys[first : first + AT_ONCE]
+        part &= ~low
+        part |= np.arange(first, first + len(part), dtype=np.uint64)
     keys.sort()
     keys &= low
     return keys.view(np.int64)
@@ -64,8 +68,8 @@ class Epochs(Protocol):
 
     num_tokens: int  # of one epoch, the same in all of them
 
-    def lengths(self, epoch: int) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
+    def lengths(self, epoch: int, documents: slice | np.ndarray = slice(None)) -> np.ndarray:
+        """Tokens of these documents, of all by default, int64."""
 
     def read(self, epoch: int, document: int, offset: int, length: int) -> np.ndarray:
         """`length` ids of a document from its token `offset` on, int64 [length]."""
@@ -77,38 +81,42 @@ class AsStored:
     def __init__(self, dataset: IndexedDataset):
         self.dataset, self.num_tokens = dataset, dataset.num_tokens
 
-    def lengths(self, epoch: int) -> np.ndarray:
-        return self.dataset.document_lengths
+    def lengths(self, epoch: int, documents: slice | np.ndarray = slice(None)) -> np.ndarray:
+        return self.dataset.lengths(documents)
 
     def read(self, epoch: int, document: int, offset: int, length: int) -> np.ndarray:
         return self.dataset.read(document, offset, length)
 
 
 class _Order:
-    """Documents of an epoch in one order, and the token at which each starts: int64 [documents + 1]."""
+    """Documents of an epoch in one order: `documents`, of any integer type, or as they are numbered where it is None."""
 
-    def __init__(self, epochs: Epochs, epoch: int, documents: np.ndarray | None):
-        lengths = epochs.lengths(epoch)
+    def __init__(self, epochs: Epochs, epoch: int, count: int, documents: np.ndarray | None):
         self.epochs, self.epoch, self.documents = epochs, epoch, documents
-        self.starts = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths if documents is None else lengths[documents], out=self.starts[1:])
+        self.starts = Starts(count, self._lengths)  # tokens before each document of the order
+
+    def _lengths(self, slots: slice) -> np.ndarray:
+        return self.epochs.lengths(self.epoch, slots if self.documents is None else self.documents[slots])
 
     def copy(self, position: int, tokens: np.ndarray, numbers: np.ndarray, first: int) -> int:
         """Fill `tokens` from token `position` of this order on, and `numbers` with documents counted from `first`.
 
         Returns the number after the last one used. Empty documents are passed over and get no number.
         """
-        slot = int(np.searchsorted(self.starts, position, side="right")) - 1
-        done = 0
-        while done < len(tokens):
-            take = min(len(tokens) - done, int(self.starts[slot + 1]) - position)
-            if take:
-                document = slot if self.documents is None else int(self.documents[slot])
-                offset = position - int(self.starts[slot])
-                tokens[done : done + take] = self.epochs.read(self.epoch, document, offset, take)
-                numbers[done : done + take] = first
-                done, position, first = done + take, position + take, first + 1
-            slot += 1
+        slot, start = self.starts.find(position)
+        offset, done = position - start, 0
+        for begin in range(slot, self.starts.count, NEXT):
+            following = slice(begin, begin + NEXT)
+            documents = range(begin, begin + NEXT) if self.documents is None else self.documents[following].tolist()
+            for document, length in zip(documents, self._lengths(following).tolist()):
+                take = min(len(tokens) - done, length - offset)
+                if take:
+                    tokens[done : done + take] = self.epochs.read(self.epoch, document, offset, take)
+                    numbers[done : done + take] = first
+                    done, first = done + take, first + 1
+                    if done == len(tokens):
+                        return first
+                offset = 0
         return first
 
 
@@ -179,7 +187,9 @@ class SampleStream:
 
     def _order(self, epoch: int) -> _Order:
         if epoch not in self._orders:
-            self._orders[epoch] = _Order(self.epochs, epoch, shuffled(self.documents, self.seed, epoch))
+            # Kept in the smallest type: with many sources there are many orders.
+            order = shuffled(self.documents, self.seed, epoch).astype(np.min_scalar_type(self.documents))
+            self._orders[epoch] = _Order(self.epochs, epoch, self.documents, order)
             while len(self._orders) > EPOCHS_KEPT:
                 self._orders.popitem(last=False)
         self._orders.move_to_end(epoch)
@@ -198,7 +208,7 @@ class EvalWindows:
         self.width = sequence_length + 1 + depth
         if dataset.num_tokens < 2:
             raise InputError(f"{dataset.bin_path}: {dataset.num_tokens} tokens found, evaluation needs at least 2")
-        self._order = _Order(AsStored(dataset), 0, None)
+        self._order = _Order(AsStored(dataset), 0, dataset.num_documents, None)
 
     def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows first … first + count - 1: tokens and document numbers, both int64 [count, L + 1 + D]."""

@@ -24,11 +24,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
-
 from dstrain.checkpoint import folders, parts
-from dstrain.checkpoint.files import MARKER, CorruptCheckpoint, checksums, require_complete, seal, verify, write_file
-from dstrain.checkpoint.tensors import Piece, Tensors, as_piece, write_tensors
+from dstrain.checkpoint.files import MARKER, CorruptCheckpoint, require_complete, seal, verify, write_file
+from dstrain.checkpoint.staging import Staging
+from dstrain.checkpoint.tensors import Tensors, as_piece, write_tensors
 from dstrain.config.errors import InputError, nearest
 from dstrain.parallel.group import Group
 
@@ -62,6 +61,7 @@ class CheckpointStore:
         self.ranks = Group((0,), 0) if ranks is None else ranks
         self.timeout = timeout
         self.failure: str | None = None
+        self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._step = -1
 
@@ -94,7 +94,7 @@ class CheckpointStore:
         folder, problem = self.ranks.first_object((folder, problem), f"the folder of a save of step {step}")
         if folder is None:
             return self._failed(step, problem)
-        arguments = step, folder, {name: _copy(part) for name, part in tensors.items()}, meta_json, dict(files)
+        arguments = step, folder, self._staging.copy(tensors), meta_json, dict(files)
         # A daemon, so that a disk that hangs cannot keep the process; the exit hook gives a good disk its time.
         self._step = step
         target = self._write if self.ranks.index == 0 else self._write_part
@@ -166,7 +166,7 @@ class CheckpointStore:
     def _write(self, step: int, folder: Path, tensors: Tensors, meta_json: bytes, files: dict[str, bytes]) -> None:
         try:
             try:
-                sums = checksums(folder, write_tensors(folder, tensors))
+                sums = write_tensors(folder, tensors)
                 (folder / FILES).mkdir()
                 for name, data in files.items():
                     write_file(folder / FILES / name, data)
@@ -187,7 +187,7 @@ class CheckpointStore:
         rank = self.ranks.index
         try:
             try:
-                parts.report(folder, rank, checksums(folder, write_tensors(folder, tensors, rank)))
+                parts.report(folder, rank, write_tensors(folder, tensors, rank))
             except Exception as error:
                 parts.report_failure(folder, rank, f"{type(error).__name__}: {error}")
                 raise
@@ -285,9 +285,3 @@ class CheckpointStore:
         """All the `files` that were saved."""
         require_complete(path)
         return {entry.name: entry.read_bytes() for entry in sorted((path / FILES).iterdir())}
-
-
-def _copy(part: Tensor | Piece) -> Piece:
-    """A contiguous copy in host memory that shares nothing with `part`."""
-    piece = as_piece(part)
-    return Piece(piece.tensor.detach().to("cpu", copy=True).contiguous(), piece.shape, piece.offset)

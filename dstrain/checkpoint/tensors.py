@@ -26,12 +26,15 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from dstrain.checkpoint.files import TENSORS, CorruptCheckpoint, require_complete
+from dstrain.checkpoint.files import TENSORS, CorruptCheckpoint, Sums, new_digest, require_complete, sums_entry
+from dstrain.checkpoint.in_threads import in_threads
 from dstrain.checkpoint.progress import byte_progress
 from dstrain.checkpoint.safetensors_file import SafetensorsWriter
 from dstrain.config.errors import InputError
 
 FILE_BYTES = 2**30  # tensors are spread over files of about this size
+LEAST_FILE_BYTES = 2**26  # below this a file is not worth a thread
+WRITERS = 2  # files that a rank writes at once: a checksum takes as long as its write, so one hides the other
 SHARDING = "DCP_SHARDING_INFO"  # DCP's key in a file's metadata: name -> offset of its piece
 
 # Loading by one process is what is meant here, not an accident to be told about.
@@ -59,23 +62,27 @@ def as_piece(part: Tensor | Piece) -> Piece:
     return part if isinstance(part, Piece) else Piece(part, tuple(part.shape), (0,) * part.ndim)
 
 
-def write_tensors(folder: Path, tensors: Tensors, rank: int = 0) -> list[str]:
+def write_tensors(folder: Path, tensors: Tensors, rank: int = 0) -> Sums:
     """Writes CPU tensors of any shape and dtype as safetensors files into `folder/tensors`, and syncs the files.
 
-    Each rank writes its own files, under names that no other rank uses. -> their names relative to `folder`.
+    Each rank writes its own files, under names that no other rank uses, several at once. -> their checksums, taken from
+    memory on the way to the disk, by their names relative to `folder`.
     """
     (folder / TENSORS).mkdir(exist_ok=True)
     files = _files({name: as_piece(part) for name, part in tensors.items()})
-    names = []
-    for number, pieces in enumerate(files, start=1):
+
+    def write(numbered: tuple[int, dict[str, Piece]]) -> tuple[str, dict]:
+        number, pieces = numbered
         name = f"{TENSORS}/shard-{rank + 1:05}-model-{number:05}-of-{len(files):05}.safetensors"  # as DCP calls them
         offsets = {key: {"saved_offsets": list(piece.offset)} for key, piece in pieces.items()}
         kinds = {key: (tuple(piece.tensor.shape), piece.tensor.dtype) for key, piece in pieces.items()}
-        with SafetensorsWriter(folder / name, kinds, {SHARDING: json.dumps(offsets)}) as writer:
-            for key, piece in pieces.items():
-                writer.write(key, piece.tensor)
-        names.append(name)
-    return names
+        state = new_digest()
+        with SafetensorsWriter(folder / name, kinds, {SHARDING: json.dumps(offsets)}, state) as writer:
+            for key in writer.names:
+                writer.write(key, pieces[key].tensor)
+        return name, sums_entry(writer.size, state)
+
+    return dict(in_threads(write, enumerate(files, start=1), WRITERS))
 
 
 def tensor_names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -133,10 +140,12 @@ def _cause(error: CheckpointException) -> BaseException:
 
 
 def _files(pieces: dict[str, Piece]) -> list[dict[str, Piece]]:
-    """In their order, a new file when FILE_BYTES would be exceeded."""
+    """In their order, a new file when FILE_BYTES, or each writer's share where that is less, would be exceeded."""
+    share = -(-sum(piece.tensor.nbytes for piece in pieces.values()) // WRITERS)
+    most = min(FILE_BYTES, max(share, LEAST_FILE_BYTES))
     files, filled = [], 0
     for name, piece in pieces.items():
-        if not files or filled and filled + piece.tensor.nbytes > FILE_BYTES:
+        if not files or filled and filled + piece.tensor.nbytes > most:
             files.append({})
             filled = 0
         files[-1][name] = piece

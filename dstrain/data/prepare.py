@@ -35,7 +35,10 @@ from dstrain.data.shards import (
 from dstrain.data.tokenizer import Tokenizer
 
 FORMAT = 1  # raise it whenever the same source and settings would give other files
+CUT = 2  # raise it whenever the same source would be cut into other shards
 MOST_ROWS = 1 << 20  # of a shard, however short its documents are
+FIRST_BYTES = 1 << 20  # of the first shards; later ones hold GROWTH of what came before them, up to shard_size
+GROWTH = 64
 REPORT_SECONDS = 10.0
 
 
@@ -53,7 +56,7 @@ def prepare(config: PrepareConfig) -> int:
     known = _summary(config.out, summary, job)
     if known is None:
         Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-        folder = ShardFolder(config.out, job)
+        folder = ShardFolder(config.out, {**job, "cut": CUT})
         try:
             known, shards = _encode(config, source, folder, report)
             _join(config.out, folder, shards)
@@ -154,10 +157,13 @@ def _collect(running: dict[Future, int], made: dict[int, Counts], meter: "Meter"
 
 
 def _cut(config: PrepareConfig, source: Documents, start: Cut) -> Iterator[tuple[list[bytes], list[str], Cut]]:
-    """Shards from `start` on: texts, their places, and where each shard ends."""
+    """Shards from `start` on: texts, their places, and where each shard ends.
+
+    They grow with the source, so that in a small one too there are enough for all workers, and none is long alone.
+    """
     if start.state:
         source.rows.load_state_dict(start.state)
-    most, seen = parse_size("shard_size", config.shard_size), start.rows
+    largest, seen, before = parse_size("shard_size", config.shard_size), start.rows, start.bytes
     texts, places, held, size = [], [], 0, 0
     rows = iter(source.rows)
     while config.limit is None or seen < config.limit:
@@ -170,11 +176,12 @@ def _cut(config: PrepareConfig, source: Documents, start: Cut) -> Iterator[tuple
         places.append(where)
         held += len(text)
         size += 1 if config.limit else measure
-        if held >= most or len(texts) >= MOST_ROWS:
-            yield texts, places, Cut(seen, size, source.rows.state_dict())
+        if held >= min(largest, max(before // GROWTH, FIRST_BYTES)) or len(texts) >= MOST_ROWS:
+            before += held
+            yield texts, places, Cut(seen, size, source.rows.state_dict(), before)
             texts, places, held, size = [], [], 0, 0
     if texts:
-        yield texts, places, Cut(seen, size, source.rows.state_dict())
+        yield texts, places, Cut(seen, size, source.rows.state_dict(), before + held)
 
 
 def _join(out: str, folder: ShardFolder, shards: int) -> None:

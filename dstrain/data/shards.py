@@ -51,6 +51,7 @@ class Cut:
     rows: int  # of the source, up to here
     size: int  # of the shard alone, as the source measures itself
     state: dict  # of the source's rows, from which reading goes on
+    bytes: int = 0  # of the source's texts, up to here
 
 
 class ShardFolder:

@@ -244,6 +244,26 @@ def test_shards_of_an_interrupted_start_are_kept_and_the_rest_is_made(tmp_path, 
     assert not HereExecutor.submitted  # it is there already
 
 
+def test_shards_grow_with_the_source_up_to_their_largest_size(tmp_path, tokenizer, monkeypatch):
+    """By the definition: a shard ends when it holds 10 bytes, or half of what came before it, or 100 bytes. A start in
+    the middle cuts the same."""
+    monkeypatch.setattr(module, "FIRST_BYTES", 10)
+    monkeypatch.setattr(module, "GROWTH", 2)
+    write_jsonl(tmp_path / "a.jsonl", ["abc"] * 300)
+    settings = config(tmp_path / "a.jsonl", "o", tokenizer, "shard_size=100B")
+    cuts = list(module._cut(settings, module.open_documents(settings), shards.Cut(0, 0, {})))
+    sizes, left = [], 300
+    while left:
+        before = 3 * (300 - left)
+        wanted = -(-min(100, max(10, before // 2)) // 3)
+        sizes.append(min(wanted, left))
+        left -= sizes[-1]
+    assert [len(texts) for texts, _, _ in cuts] == sizes and sizes[0] == 4 and max(sizes) == 34
+    for k in (0, 3, 6):
+        rest = module._cut(settings, module.open_documents(settings), cuts[k][2])
+        assert [len(texts) for texts, _, _ in rest] == sizes[k + 1 :]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "text", "hub"])
 def test_reading_goes_on_after_any_document(tmp_path, tokenizer, kind):
     """The state goes through JSON, as it does in a shard's file; the right rows are those of an unbroken reading."""

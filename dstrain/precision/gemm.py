@@ -41,9 +41,9 @@ def grouped_dgrad(grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tenso
 
 def grouped_wgrad(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, main_grad: torch.Tensor) -> None:
     """main_grad [experts, out, in] += gradᵀ x, expert by expert; an expert without rows adds nothing."""
-    if _takes_grouped_mm(grad, x):
+    if grad.is_cuda and _takes_grouped_mm(grad, x):
         main_grad.add_(F.grouped_mm(grad.t(), x, offs=offsets))
-    else:
+    else:  # also where a CPU could: it loops too, over all experts, into a copy of the whole gradient
         for expert, rows in groups(offsets):
             wgrad(grad[rows], x[rows], main_grad[expert])
 

@@ -1,5 +1,6 @@
 """Routing cases worked out by hand (REFERENCE §1, FAULTS B06, A10) and the balance loss against autograd."""
 
+import numpy as np
 import pytest
 import torch
 from oracle import tiny_config
@@ -75,6 +76,19 @@ def test_normalisation_and_scale_are_independent(normalise, scale):
 
 def test_best_orders_ties_by_index():
     assert best(torch.tensor([1.0, 3.0, 3.0, 1.0, 3.0]), 4).tolist() == [1, 2, 4, 0]
+
+
+def test_best_of_many_is_the_stable_order_with_ties_zeros_of_both_signs_and_what_is_no_number():
+    """Right is NumPy's stable sort of the negated scores; few distinct values, so every row has ties."""
+    scores = torch.randint(-40, 40, (3, 512, 256), generator=torch.Generator().manual_seed(0)) / 7
+    scores = torch.where(scores == 0, torch.tensor([0.0, -0.0]).repeat(128), scores)
+    scores[0, :, 1::5], scores[1, :, ::3], scores[2, 7, 5:9] = -torch.inf, scores[1, :, ::3] * 1e-42, torch.inf
+    right = np.argsort(-scores.numpy() + 0.0, axis=-1, kind="stable")
+    for k in (1, 8, 256):
+        assert best(scores, k).tolist() == right[..., :k].tolist()
+    assert best(scores.double(), 8).tolist() == right[..., :8].tolist()
+    scores[1, 3, 200] = torch.nan
+    assert best(scores, 1)[1, 3].item() == 200  # as a sort has it: the step is not finite, but no choice is out of range
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1e-2, 2e-2])

@@ -1,11 +1,9 @@
 """Host memory that a save copies its tensors into, so that training goes on while they are written.
 
-Training waits for the copy, and most of a copy into new memory is the kernel handing out that memory page by page. So
-the memory is asked for in huge pages, and kept from save to save.
+Training waits for the copy, and most of a copy into new memory is the kernel handing out that memory page by page: kept
+from save to save it takes a fifth of the time. (Huge pages would be handed out faster, where there are any: on a machine
+that has run for a while the kernel first has to make room for them.)
 """
-
-import mmap
-from contextlib import suppress
 
 import torch
 
@@ -18,7 +16,7 @@ class Staging:
     """One save uses it at a time."""
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Tensors) -> dict[str, Piece]:
         """Contiguous copies in host memory, which the next call overwrites. tensors: any device, shape and dtype."""
@@ -27,18 +25,12 @@ class Staging:
         for piece in pieces.values():
             begins.append(total)
             total += -(-piece.tensor.nbytes // ALIGN) * ALIGN
-        memory = torch.frombuffer(self._at_least(total), dtype=torch.uint8)
+        if len(self._memory) < total:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._memory = torch.empty(total, dtype=torch.uint8)
         copies = {}
         for (name, piece), begin in zip(pieces.items(), begins):
             source = piece.tensor.detach()
-            copy = memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
+            copy = self._memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
             copies[name] = Piece(copy.copy_(source), piece.shape, piece.offset)
         return copies
-
-    def _at_least(self, nbytes: int) -> mmap.mmap:
-        if self._memory is None or len(self._memory) < nbytes:
-            self._memory = None  # the old goes before the new comes
-            self._memory = mmap.mmap(-1, max(nbytes, ALIGN), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without huge pages
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-        return self._memory

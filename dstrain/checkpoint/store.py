@@ -79,8 +79,8 @@ class CheckpointStore:
         for name in files:
             if name != Path(name).name or name in ("", ".."):
                 raise ValueError(f"{name!r} is not a plain file name")
-        late = self.join(timeout) if self._writing() else None
-        problem = f"not started: {late}" if self._writing() else None
+        late = self.join(timeout) if self.writing() else None
+        problem = f"not started: {late}" if self.writing() else None
         nbytes = sum(as_piece(part).tensor.nbytes for part in tensors.values()) + 512 * len(tensors)  # and headers
         reports = self.ranks.gather_objects((problem, nbytes), f"the state of a save of step {step}")
         problem = next((problem for problem, _ in reports if problem), None)
@@ -111,7 +111,7 @@ class CheckpointStore:
         if self.ranks.size > 1:
             lines = self.ranks.gather_objects(line, "the outcome of a save")
             line = lines[0] or next(filter(None, lines), None)
-            if not self._writing():
+            if not self.writing():
                 self.failure = line
         return line
 
@@ -147,7 +147,8 @@ class CheckpointStore:
                 f"no disk space for a checkpoint in {self.root}: {nbytes:,} bytes needed, {free:,} bytes free"
             )
 
-    def _writing(self) -> bool:
+    def writing(self) -> bool:
+        """Whether this rank is writing a save now."""
         return self._thread is not None and self._thread.is_alive()
 
     def _open(self, step: int, nbytes: int) -> Path:

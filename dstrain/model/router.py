@@ -61,7 +61,8 @@ class Router(nn.Module):
         if config.norm_topk_prob:
             topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
         if count:
-            self.load += torch.bincount(topk_ids.flatten(), minlength=config.n_routed_experts)
+            # Not bincount: on a GPU it asks the device for the largest id, and the host waits.
+            self.load.scatter_add_(0, topk_ids.flatten(), torch.ones_like(topk_ids.flatten()))
         balance_loss = self.balance_loss(scores) if balance else scores.new_zeros(())
         return Routing(topk_ids, topk_weights * config.routed_scaling_factor, balance_loss)
 

@@ -7,6 +7,8 @@ which never look at keys after the block; backward computes the probabilities ag
 import torch
 import torch.nn.functional as F
 
+from dstrain.precision.stand_in import on_cuda
+
 BLOCK_ROWS = 128
 
 
@@ -18,11 +20,13 @@ def attention_core(
     q [B, H, Lq, Dk], k [B, H, Lk, Dk], v [B, H, Lk, Dv] -> [B, H, Lq, Dv]. The queries are the last Lq of the Lk
     positions. starts int64 [B, Lq]: the first key that a query may see; None: all of them.
     """
-    if q.is_cuda:
+    if on_cuda(q):
         length, keys = q.shape[2], k.shape[2]
         mask = None
         if starts is not None or length != keys:
             mask = visible(0, length, keys, keys - length, starts, q.device)
+        if q.is_meta:
+            return _FusedWithoutData.apply(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return _BlockedAttention.apply(q, k, v, scale, starts)
 
@@ -31,7 +35,7 @@ def attention_core_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, starts: torch.Tensor | None, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v from that of the result, for whoever kept none of them and has computed them again."""
-    if q.is_cuda:  # PyTorch's fused backward needs what its forward keeps
+    if on_cuda(q):  # PyTorch's fused backward needs what its forward keeps
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             return torch.autograd.grad(attention_core(*inputs, scale, starts), inputs, grad)
@@ -48,6 +52,20 @@ def visible(
     if starts is not None:
         seen = seen & (key >= starts[:, first:last].unsqueeze(-1))
     return seen.unsqueeze(1)
+
+
+class _FusedWithoutData(torch.autograd.Function):
+    """What PyTorch's fused kernels give and keep, as shapes: inputs, result and each row's log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
 class _BlockedAttention(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import nn
 from dstrain.model.batch import IGNORED
 from dstrain.precision import gemm
 from dstrain.precision.policy import at_least_fp32
+from dstrain.precision.stand_in import on_cuda
 
 CHUNK_ELEMENTS = 1 << 22  # logits held at once: on the CPU they should not leave its caches
 CUDA_CHUNK_ELEMENTS = 1 << 27  # on a GPU every chunk costs four passes over the whole FP32 gradient of the projection
@@ -39,7 +40,7 @@ def head_scores(
 
     That is the id of the largest logit, the lowest of equal ones, as greedy decoding takes it. An int64 scalar.
     """
-    rows = chunk_rows(weight.shape[0], weight.is_cuda)
+    rows = chunk_rows(weight.shape[0], on_cuda(weight))
     losses, correct = [], []
     for part, ids in zip(state.split(rows), targets.split(rows)):
         log_probs, summed = _cross_entropy(part, weight, ids)
@@ -60,7 +61,7 @@ def _cross_entropy(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state, weight, targets, coefficient):
-        rows = chunk_rows(weight.shape[0], weight.is_cuda)
+        rows = chunk_rows(weight.shape[0], on_cuda(weight))
         grad_state = torch.empty_like(state)
         losses = []
         for first in range(0, len(state), rows):

@@ -4,6 +4,7 @@ import torch
 
 from dstrain.parallel.dispatch_layout import Copies, ExpertRows, count
 from dstrain.precision.on_device import sum_rows
+from dstrain.precision.stand_in import kind
 
 
 def row_alignment(device: torch.device, dtype: torch.dtype) -> int:
@@ -12,7 +13,7 @@ def row_alignment(device: torch.device, dtype: torch.dtype) -> int:
     On the CPU a BF16 product is compiled for its exact shape. Loads change at every step, so without rounding each step
     would compile hundreds of new products and keep their code.
     """
-    return 32 if device.type == "cpu" and dtype == torch.bfloat16 else 1
+    return 32 if kind(device) == "cpu" and dtype == torch.bfloat16 else 1
 
 
 class Done:
@@ -32,7 +33,11 @@ class LocalDispatcher:
         self.alignment = alignment
 
     def route(self, topk_ids: torch.Tensor, experts: int) -> "LocalDispatch":
-        return LocalDispatch(topk_ids, experts, self.alignment)
+        return LocalDispatch(topk_ids, experts, self)
+
+    def host_total(self, room: torch.Tensor) -> int:
+        """room int64 [experts] -> its sum. Where the host waits for the device: a rehearsal states its loads here."""
+        return int(room.sum())
 
 
 class LocalDispatch:
@@ -44,13 +49,13 @@ class LocalDispatch:
     zeros.
     """
 
-    def __init__(self, topk_ids: torch.Tensor, experts: int, alignment: int):
+    def __init__(self, topk_ids: torch.Tensor, experts: int, dispatcher: LocalDispatcher):
         """topk_ids int64 [T, k], -1 for no expert."""
         self.dropped = topk_ids < 0
-        if alignment == 1:
+        if dispatcher.alignment == 1:
             self._without_filling(topk_ids, experts)
         else:
-            self._filled(topk_ids, experts, alignment)
+            self._filled(topk_ids, experts, dispatcher)
 
     def _without_filling(self, topk_ids, experts):
         """Rows are slots, sorted. In few operations: decoding has a few tokens, and is as fast as these are few."""
@@ -63,16 +68,18 @@ class LocalDispatch:
         self.row_of_slot = torch.empty_like(order).scatter_(0, order, torch.arange(slots, device=device))
         self.row_of_slot = self.row_of_slot.view(topk_ids.shape)
 
-    def _filled(self, topk_ids, experts, alignment):
+    def _filled(self, topk_ids, experts, dispatcher):
+        alignment = dispatcher.alignment
         slots = topk_ids.numel()
         copies = Copies(topk_ids, experts, slots)
         counts = count(topk_ids, experts)
         counts[-1] += slots - counts.sum()
         room = (counts + alignment - 1) // alignment * alignment
-        rows = ExpertRows(counts.view(1, experts, 1), slots, int(room.sum()), alignment)
+        total = dispatcher.host_total(room)
+        rows = ExpertRows(counts.view(1, experts, 1), slots, total, alignment)
         self.offsets = rows.offsets
         self.row_of_slot = rows.row_of_copy[copies.place]  # [T, k]
-        self.token_of_row = torch.zeros(int(room.sum()), dtype=torch.int64, device=topk_ids.device)
+        self.token_of_row = torch.zeros(total, dtype=torch.int64, device=topk_ids.device)
         self.token_of_row[rows.row_of_copy] = copies.token
 
     def ready(self) -> bool:

@@ -134,6 +134,12 @@ def new_groups(sets: Iterable[tuple[int, ...]], rank: int, timeout: timedelta, b
     return groups
 
 
+def host_backend() -> str:
+    """What the world exchanges CPU tensors by."""
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
+    return backends.get("cpu", dist.get_backend())
+
+
 def _named(what: str, call: Callable[[], T], stream: bool = False) -> T:
     try:
         with here.waiting(what, stream):

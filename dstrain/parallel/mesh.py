@@ -9,7 +9,7 @@ its pipeline rank, i · ep + j: which part of the global batch it trains on.
 from datetime import timedelta
 
 from dstrain.config.errors import InputError
-from dstrain.parallel.group import Group, new_groups
+from dstrain.parallel.group import Group, host_backend, new_groups
 
 
 class Mesh:
@@ -55,7 +55,7 @@ class Mesh:
         self.dp_group = group([everyone[first : first + dp] for first in everyone[::dp]])
         self.ep_group = group([everyone[first : first + ep] for first in everyone[::ep]])
         self.pp_group = group([everyone[data_rank::dp] for data_rank in range(dp)])
-        (self.host_group,) = new_groups([everyone], self.rank, timeout, backend="gloo").values()
+        (self.host_group,) = new_groups([everyone], self.rank, timeout, backend=host_backend()).values()
 
 
 def _not_dividing(world_size: int, pp: int, ep: int) -> str:

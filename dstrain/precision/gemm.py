@@ -8,6 +8,8 @@ Grouped: rows [offsets[e-1], offsets[e]) belong to expert e. Operands are of one
 import torch
 import torch.nn.functional as F
 
+from dstrain.precision.stand_in import on_cuda
+
 
 def fprop(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., in], weight [out, in] -> [..., out]."""
@@ -23,7 +25,7 @@ def wgrad(grad: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
     """main_grad [out, in] += gradᵀ x."""
     if grad.dtype == main_grad.dtype:
         main_grad.addmm_(grad.t(), x)
-    elif grad.is_cuda:
+    elif on_cuda(grad):
         main_grad.add_(torch.mm(grad.t(), x, out_dtype=main_grad.dtype))
     else:  # the CPU has no BF16 product with an FP32 result; the sum over micro-batches is FP32 all the same
         main_grad.add_(grad.t() @ x)
@@ -41,7 +43,9 @@ def grouped_dgrad(grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tenso
 
 def grouped_wgrad(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, main_grad: torch.Tensor) -> None:
     """main_grad [experts, out, in] += gradᵀ x, expert by expert; an expert without rows adds nothing."""
-    if grad.is_cuda and _takes_grouped_mm(grad, x):
+    if x.is_meta:  # no loads to be read, see `stand_in`
+        main_grad.add_(grad.new_empty(main_grad.shape))
+    elif grad.is_cuda and _takes_grouped_mm(grad, x):
         main_grad.add_(F.grouped_mm(grad.t(), x, offs=offsets))
     else:  # also where a CPU could: it loops too, over all experts, into a copy of the whole gradient
         for expert, rows in groups(offsets):
@@ -50,6 +54,8 @@ def grouped_wgrad(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, ma
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """x [rows, k], weight [experts, k, n] -> [rows, n]."""
+    if x.is_meta:
+        return x.new_empty(x.shape[0], weight.shape[-1])
     if _takes_grouped_mm(x, weight):
         return F.grouped_mm(x, weight, offs=offsets)
     out = x.new_empty(x.shape[0], weight.shape[-1])

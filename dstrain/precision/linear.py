@@ -16,6 +16,7 @@ from dstrain.precision.fp8_ffn import fp8_ffn
 from dstrain.precision.fp8_linear import fp8_linear, fp8_normed_linear, kept_weight
 from dstrain.precision.main_grad import now_or_deferred
 from dstrain.precision.pointwise import RMSNorm, swiglu
+from dstrain.precision.stand_in import on_cuda
 
 
 class Linear(nn.Module):
@@ -190,7 +191,7 @@ class _Embedding(torch.autograd.Function):
         (ids,), main_grad = ctx.saved_tensors, ctx.weight.main_grad
         ids, grad = ids.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(main_grad.dtype)
         # Each of the two is the one that adds in a fixed order on its device, which exact resume needs.
-        if main_grad.is_cuda:
+        if on_cuda(main_grad):
             main_grad.index_put_((ids,), grad, accumulate=True)
         else:
             main_grad.index_add_(0, ids, grad)

@@ -1,23 +1,29 @@
 """What moves tokens to experts and back, by whatever is best on a tensor's device.
 
 On the CPU the definitions in plain PyTorch, a pass over memory for each of their operations; on CUDA the Triton kernels
-that equal them bit by bit, one pass each. Triton comes with PyTorch's builds for CUDA.
+that equal them bit by bit, one pass each. Triton comes with PyTorch's builds for CUDA. Without data (`stand_in`): what
+the kernels make, as shapes.
 """
 
 import torch
 
 from dstrain.precision import fp8_tiles
+from dstrain.precision.fp8_scales import FP8, TILE
+from dstrain.precision.stand_in import on_cuda
 
 SUM_ELEMENTS = 1 << 26  # gathered elements at once while the rows of tokens are summed
 
 
 def by_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64
+    return on_cuda(x) and x.dtype != torch.float64
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`fp8_tiles.quantize_rows` with scales that are powers of two."""
     if by_kernels(x):
+        if x.is_meta:
+            scale = x.new_empty(len(x), -(-x.shape[1] // TILE), dtype=torch.float32)
+            return x.new_empty(x.shape, dtype=FP8), scale
         from dstrain.precision.kernels import tiles
 
         return tiles.quantize_rows(x)
@@ -27,6 +33,8 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`fp8_tiles.dequantize_rows`."""
     if by_kernels(codes):
+        if codes.is_meta:
+            return codes.new_empty(codes.shape, dtype=dtype)
         from dstrain.precision.kernels import tiles
 
         return tiles.dequantize_rows(codes, scale, dtype)
@@ -39,6 +47,8 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     Added in the order of the choices, in at least FP32, and rounded once. Gathers, so no order depends on the device.
     """
     if by_kernels(rows):
+        if rows.is_meta:
+            return rows.new_empty(len(places), rows.shape[1])
         from dstrain.precision.kernels import permute
 
         return permute.unpermute(rows, places)

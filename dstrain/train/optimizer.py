@@ -24,6 +24,7 @@ from dstrain.precision import pointwise
 from dstrain.precision.fp8_linear import weights_were_written
 from dstrain.precision.pointwise import kernel
 from dstrain.precision.policy import Precision
+from dstrain.precision.stand_in import kind
 
 # Elements updated at once. On the CPU a chunk and its temporaries stay in the cache, so that the state is read and
 # written once; on a GPU a chunk only bounds the temporaries.
@@ -153,7 +154,7 @@ class AdamW:
         if not state.weight.numel():
             return
         flats = (state.weight, state.master, state.grad, state.exp_avg, state.exp_avg_sq)
-        size = state.weight.numel() if pointwise.compiled else CHUNK[state.weight.device.type]
+        size = state.weight.numel() if pointwise.compiled else CHUNK[kind(state.weight.device)]
         for weight, master, *rest in zip(*(flat.split(size) for flat in flats)):
             adamw_update(master, *rest, scalars)
             if state.has_master:

@@ -87,7 +87,7 @@ class Stepper:
         sequences = batch_sequences(config.batch, state.tokens)
 
         batches = self.micro_batches(state.samples, sequences)
-        counts = total_counts(self.mesh, torch.stack([batch.valid_counts() for batch in batches]).sum(0)).tolist()
+        counts = self.on_host(total_counts(self.mesh, torch.stack([batch.valid_counts() for batch in batches]).sum(0)))
         weights = LossWeights.of_batch(
             counts, sequences, mtp_weight, config.model.depth_weights, config.optim.balance_alpha
         )
@@ -95,10 +95,10 @@ class Stepper:
         self.executor_of(state).train(batches, sums, weights, state.step + 1, self.gradients_of_a_step())
 
         here.at(state.step + 1, "losses, norm and optimizer")
-        *depths, balance = total_sums(self.mesh, torch.cat((sums.depths, sums.balance.view(1)))).tolist()
+        *depths, balance = self.on_host(total_sums(self.mesh, torch.cat((sums.depths, sums.balance.view(1)))))
         losses = [total / count if count else 0.0 for total, count in zip(depths, counts)]
         balance /= sequences
-        grad_norm = self.optimizer.grad_norm().item()
+        grad_norm = self.on_host(self.optimizer.grad_norm())
         loads = total_loads(self.mesh, self.model, self.moe_layers)
         finite = all(map(math.isfinite, [*losses, balance, grad_norm]))
         spike = finite and is_spike(losses[0], state.recent_losses, config.guard)
@@ -123,7 +123,7 @@ class Stepper:
         for router in self.model.routers:
             router.load.zero_()
 
-        loss_mtp, loads = losses[1:], loads.tolist()
+        loss_mtp, loads = losses[1:], self.on_host(loads)
         mixed = sum(weight * loss for weight, loss in zip(config.model.depth_weights, loss_mtp)) if depth else 0.0
         seconds = time.perf_counter() - begin
         return {
@@ -149,6 +149,13 @@ class Stepper:
             **self.rank_times(seconds - here.waited()),
         }
 
+    def on_host(self, values: torch.Tensor) -> list:
+        """values -> as Python numbers, in lists for every dimension. The host waits for the device.
+
+        Everything that a step reads is read here, and by the dispatcher: a rehearsal without data has its own numbers.
+        """
+        return values.tolist()
+
     def traffic(self) -> dict:
         """Bytes that all ranks sent for experts in this step; nothing where experts are not spread over ranks."""
         if self.mesh.ep == 1:
@@ -157,7 +164,7 @@ class Stepper:
         self.dispatcher.traffic.reset()
         names = ["slow_bytes", "fast_bytes"]
         values = torch.tensor([counted[name] for name in names], dtype=torch.int64, device=self.model.device)
-        total = self.mesh.world_group.total(values, "bytes of token dispatch").tolist()
+        total = self.on_host(self.mesh.world_group.total(values, "bytes of token dispatch"))
         return {f"dispatch_{name}": value for name, value in zip(names, total)}
 
     def rank_times(self, own: float) -> dict:

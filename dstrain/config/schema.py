@@ -362,4 +362,5 @@ class PlanConfig(TrainConfig):
     output: str = "table"  # table | json
     show: bool = False  # draw the schedule: as text here, as a picture into a file
     out: str | None = None  # the picture's file, an .svg; null: with show, named after the schedule, in the current folder
+    rehearse: bool = False  # build every distinct rank by the training code and step it once, on tensors without data
     search: bool = False  # rank the layouts that fit the cluster by tokens per second

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 from dstrain.config.errors import InputError
@@ -16,11 +17,16 @@ from dstrain.planner.job import Job
 from dstrain.planner.measured import load_factors
 from dstrain.planner.memory import GIB
 from dstrain.planner.plan import Plan, whole_run
+from dstrain.planner.rehearsal.report import as_json, lines
+from dstrain.planner.rehearsal.whole import rehearse
 from dstrain.planner.times import Times
 
 
 def plan(config: PlanConfig) -> int:
     """Print what was asked for. -> the exit code. Raises InputError where the layout cannot run, or does not fit."""
+    if config.rehearse and (config.search or config.cluster is None):
+        raise InputError("rehearse=true: is of one layout on a cluster; give cluster=… (h800_2048, h100, h200, b200) and "
+                         "search=false")
     if config.cluster is None and config.batch.micro_batches is not None:
         return show_schedule(config)
     factors = load_factors(config.phases) if config.phases else {}
@@ -32,10 +38,12 @@ def plan(config: PlanConfig) -> int:
         raise InputError(f"{error}{nearest_layouts(config, factors)}" if config.cluster else str(error)) from None
     found = Plan.of(job, Times(job, factors))
     run = whole_run(found)
+    rehearsed = rehearse(found, lambda line: print(line, file=sys.stderr)) if config.rehearse else None
     if config.output == "json":
-        print(json.dumps(report.as_json(found, run)))
+        extra = {"rehearsal": as_json(rehearsed)} if rehearsed else {}
+        print(json.dumps(report.as_json(found, run) | extra))
     else:
-        print("\n".join(report.lines(found, run)))
+        print("\n".join(report.lines(found, run) + (lines(rehearsed) if rehearsed else [])))
     if config.show or config.out is not None:
         picture(config, found.schedule, found.step.line)
     if found.over > 0:
@@ -45,6 +53,14 @@ def plan(config: PlanConfig) -> int:
             f"pipeline rank {found.worst} needs {memory['total']:.1f} GiB, {found.over / GIB:.1f} more than the "
             f"{job.cluster.memory_gib:g} of cluster {job.cluster.name} (most of it {kind}, {memory[kind]:.1f})"
             f"{nearest_layouts(config, factors)}"
+        )
+    if rehearsed and rehearsed.worst.needs > rehearsed.room:
+        worst = rehearsed.worst
+        raise InputError(
+            f"rank {worst.rank} (pipeline rank {worst.pp_rank}) reaches {worst.needs / GIB:.1f} GiB in the rehearsal, "
+            f"{(worst.needs - rehearsed.room) / GIB:.1f} more than cluster {job.cluster.name} has "
+            f"({job.cluster.memory_gib:g}, of them {job.cluster.reserved_gib:g} reserved); valid: fewer units on its stages "
+            "(parallel.stages), parallel.recompute=block or smaller micro-batches"
         )
     return 0
 

@@ -91,7 +91,7 @@ def partition(
         counts = search.best(most_parameters)
     elif len(counts) != total or min(counts) < 1 or sum(counts) != len(units):
         raise InputError(f"parallel.stages={counts}: schedule {schedule_name} on {ranks} ranks needs {total} numbers "
-                         f"of units, each at least 1, that sum to {len(units)}")
+                         f"of units, each at least 1, that sum to {len(units)}; null balances them by FLOPs")
     ends = [0, *accumulate(counts)]
     stages = [units[a:b] for a, b in pairwise(ends)]
     ends.append(len(units))  # of an empty piece, where a rank has one stage

@@ -55,12 +55,12 @@ def plan(config: PlanConfig) -> int:
             f"{nearest_layouts(config, factors)}"
         )
     if rehearsed and rehearsed.worst.needs > rehearsed.room:
-        worst = rehearsed.worst
+        worst, cluster = rehearsed.worst, job.cluster
         raise InputError(
-            f"rank {worst.rank} (pipeline rank {worst.pp_rank}) reaches {worst.needs / GIB:.1f} GiB in the rehearsal, "
-            f"{(worst.needs - rehearsed.room) / GIB:.1f} more than cluster {job.cluster.name} has "
-            f"({job.cluster.memory_gib:g}, of them {job.cluster.reserved_gib:g} reserved); valid: fewer units on its stages "
-            "(parallel.stages), parallel.recompute=block or smaller micro-batches"
+            f"rank {worst.rank} (pipeline rank {worst.pp_rank}) reaches {worst.needs / GIB + cluster.reserved_gib:.2f} GiB "
+            f"in the rehearsal, {(worst.needs - rehearsed.room) / GIB:.2f} more than the {cluster.memory_gib:g} of cluster "
+            f"{cluster.name}; valid: fewer units on its stages (parallel.stages), parallel.recompute=block or smaller "
+            "micro-batches"
         )
     return 0
 

@@ -57,7 +57,7 @@ def lines(found: Rehearsal) -> list[str]:
     for load, ranks in found.ranks.items():
         for one in ranks:
             own, planned = memory_gib(found, one.peak), plan.memory[one.pp_rank].gib()
-            cells = (f"{own[kind]:.1f} / {planned[kind]:.1f}" if load == "balanced" else f"{own[kind]:.1f}"
+            cells = (f"{own[kind]:.2f} / {planned[kind]:.2f}" if load == "balanced" else f"{own[kind]:,.2f}"
                      for kind in (*KINDS, "total"))
             out.append(f"rank {one.rank:<6} {load:<11}" + "".join(cell.rjust(16) for cell in cells))
     if found.largest_load is not None:
@@ -65,8 +65,8 @@ def lines(found: Rehearsal) -> list[str]:
                    "micro-batches at once, fit")
     sent, planned = found.sent(), plan.sent()
     out.append("sent           GiB a step and GPU, the most of any, rehearsed / planned: " + ", ".join(
-        f"{what} {sum(links.values()) / GIB:.1f} / {sum(planned[what].values()) / GIB:.1f} "
-        f"({links['slow'] / GIB:.1f} / {planned[what]['slow'] / GIB:.1f} between nodes)" for what, links in sent.items()))
+        f"{what} {sum(links.values()) / GIB:.2f} / {sum(planned[what].values()) / GIB:.2f} "
+        f"({links['slow'] / GIB:.2f} / {planned[what]['slow'] / GIB:.2f} between nodes)" for what, links in sent.items()))
     worst = found.worst
     return [*out, f"messages of rank {worst.rank}, what: times, shape, type", *_messages(worst),
             f"alive at the peak of rank {worst.rank}, most bytes first: GiB, count, kind, shape, type", *_kept(worst)]

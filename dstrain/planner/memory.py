@@ -57,8 +57,11 @@ def activations(job: Job, rank: int, alive: list[Alive]) -> float:
     pieces = [job.layout.partition.stages[stage] for stage in job.layout.partition.stages_on[rank]]
     kept = [sum(kept_bytes(job, unit) for unit in units) for units in pieces]
     waiting = [sum(waiting_bytes(job, unit) for unit in units) for units in pieces]
-    most = max(sum(f * k + w * q for (f, w), k, q in zip(one, kept, waiting, strict=True)) for one in alive)
-    return most + max(working_bytes(job, units) for units in pieces)
+    working = max(working_bytes(job, units) for units in pieces)
+    # A split backward leaves a unit's weight gradients waiting before it lets go of what the unit kept.
+    split = max(kept_bytes(job, unit) + waiting_bytes(job, unit) / 2 for units in pieces for unit in units)
+    return max(sum(f * k + w * q for (f, w), k, q in zip(one, kept, waiting, strict=True))
+               + (max(working, split) if any(w for _, w in one) else working) for one in alive)
 
 
 def alive_at_once(job: Job) -> list[list[Alive]]:
@@ -103,9 +106,9 @@ def working_bytes(job: Job, units: list[Unit]) -> float:
     blocks = [unit for unit in units if unit.kind in ("block", "mtp")]
     again = job.config.parallel.recompute == "block"
     found = [waiting_bytes(job, unit) / 2 + (block_bytes(job, unit) if again else 0) for unit in blocks]
-    if any(unit.kind in ("head", "mtp") for unit in units):  # logits as they come, and twice in at least FP32
+    if any(unit.kind in ("head", "mtp") for unit in units):  # logits and their logarithmic softmax, in at least FP32
         rows = min(chunk_rows(model.vocab_size, job.is_cuda), job.tokens)
-        found.append(rows * model.vocab_size * (job.formats.compute + 2 * job.formats.wide))
+        found.append(rows * model.vocab_size * 2 * job.formats.wide)
     return max(found, default=0)
 
 

@@ -17,6 +17,8 @@ from dstrain.config.errors import InputError
 from dstrain.model.router import Router
 from dstrain.parallel import buckets
 from dstrain.parallel.layout import Layout
+from dstrain.planner.holdings import holdings
+from dstrain.planner.memory import memories
 from dstrain.planner.plan import Plan
 from dstrain.planner.rehearsal.ledger import Ledger
 from dstrain.planner.rehearsal.loads import StatedLoads, routing_table
@@ -47,6 +49,30 @@ def test_a_rehearsed_rank_is_the_real_rank(overrides, load):
         nodes = 2 if overrides is NODES else 1
         stated = StatedLoads(load, job.config.model, job.tokens, job.config.parallel.ep, nodes, one.rank % job.layout.mesh.ep)
         assert counts and all(np.array_equal(one, stated.counts(nodes > 1)) for one in counts), f"rank {rank}"
+
+
+LAYOUTS = {
+    "data parallel": ["cluster.gpus=4"],
+    "experts": ["cluster.gpus=4", "parallel.ep=4"],
+    "1f1b": ["cluster.gpus=2", "parallel.pp=2", "parallel.schedule=1f1b"],
+    "zb1p": ["cluster.gpus=2", "parallel.pp=2", "parallel.schedule=zb1p"],
+    "dualpipe": ["cluster.gpus=8", "parallel.pp=4", "parallel.ep=2", "parallel.schedule=dualpipe"],
+    "dualpipev": ["cluster.gpus=4", "parallel.pp=2", "parallel.ep=2", "parallel.schedule=dualpipev"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_planned_memory_is_the_rehearsed(layout):
+    """By kind, within 10 %. Rows on their way to experts count as buffers in a plan and as what they are for in a
+    rehearsal, so the plan may have at most its buffers more."""
+    job = job_of(*LAYOUTS[layout], "cluster.reserved_gib=0")
+    planned = memories(job, holdings(job))
+    for pp_rank in range((job.layout.mesh.pp + 1) // 2):
+        found, plan = rehearse_rank(job, pp_rank * job.layout.mesh.dp, "balanced").peak.bytes, planned[pp_rank]
+        for kind in ("weights", "gradients", "optimizer"):
+            assert getattr(plan, kind) == pytest.approx(found[kind], rel=0.01), (pp_rank, kind)
+        active = found["activations"] + found["buffers"]
+        assert plan.activations == pytest.approx(active, rel=0.1), pp_rank
 
 
 @pytest.mark.parametrize("model", ["v3_671b", "v2_lite_16b", "tiny"])

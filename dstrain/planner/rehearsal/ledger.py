@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+_known: dict[tuple, list | None] = {}  # an operation and its operands -> its results; None: always ask
 Tensors = Counter[tuple[str, tuple[int, ...], torch.dtype]]  # (kind, shape, type) -> how many
 
 
@@ -42,7 +43,6 @@ class Ledger(TorchDispatchMode):
         self._peak = Peak()
         self._alive: dict[int, tuple[str, int, tuple[int, ...], torch.dtype, weakref.ref]] = {}
         self._making = "activations"
-        self._known: dict[tuple, list | None] = {}  # an operation and its operands -> its results; None: always ask
 
     @property
     def peak(self) -> Peak:
@@ -83,11 +83,11 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         way = _way(func)
         key = _key(func, args, kwargs) if way else None
-        known = self._known.get(key) if key else None
+        known = _known.get(key) if key else None
         if known is None:
             out = func(*args, **kwargs)
-            if key and key not in self._known:
-                self._known[key] = _answer(way, args, kwargs, out)
+            if key and key not in _known:
+                _known[key] = _answer(way, args, kwargs, out)
         elif way == "in place":
             return args[0]
         else:
@@ -129,7 +129,7 @@ def _way(func) -> str | None:
     """new: makes its results. in place: writes to its first operand and gives that. None: a view, or something else."""
     schema = func._schema
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
-    if not any(writes) and all(one.alias_info is None and str(one.type) == "Tensor" for one in schema.returns):
+    if schema.returns and not any(writes) and all(one.alias_info is None and str(one.type) == "Tensor" for one in schema.returns):
         return "new"
     if writes[:1] == [True] and not any(writes[1:]) and len(schema.returns) == 1 and (
         schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
@@ -159,6 +159,6 @@ def _answer(way: str, args: tuple, kwargs: dict, out) -> list | None:
     results = list(out) if isinstance(out, (tuple, list)) else [out]
     operands = [y for x in (*args, *kwargs.values()) for y in (x if isinstance(x, (tuple, list)) else (x,))]
     storages = {x.untyped_storage()._cdata for x in operands if isinstance(x, torch.Tensor)}
-    if any(x.device.type != "meta" or x.untyped_storage()._cdata in storages for x in results):
+    if any(x is None or x.device.type != "meta" or x.untyped_storage()._cdata in storages for x in results):
         return None
     return [(x.shape, x.stride(), x.dtype) for x in results]

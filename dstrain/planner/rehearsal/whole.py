@@ -52,7 +52,7 @@ class Rehearsal:
             return None
         found = []
         for even, uneven in zip(self.ranks["balanced"], self.ranks["worst"], strict=True):
-            grown = (uneven.needs - even.needs) / (uneven.load - even.load)
+            grown = (uneven.needs - even.needs) / max(uneven.load - even.load, 1e-9)
             found.append(even.load + (self.room - even.needs) / grown if grown > 0 else uneven.load)
         return min(*found, self.ranks["worst"][0].load)
 

@@ -55,13 +55,33 @@ def state_bytes(job: Job, held: list[Held]) -> tuple[float, float, float]:
 def activations(job: Job, rank: int, alive: list[Alive]) -> float:
     """The most that is alive at once along a rank's list, and what one pass works on."""
     pieces = [job.layout.partition.stages[stage] for stage in job.layout.partition.stages_on[rank]]
-    kept = [sum(kept_bytes(job, unit) for unit in units) for units in pieces]
-    waiting = [sum(waiting_bytes(job, unit) for unit in units) for units in pieces]
-    working = max(working_bytes(job, units) for units in pieces)
-    # A split backward leaves a unit's weight gradients waiting before it lets go of what the unit kept.
-    split = max(kept_bytes(job, unit) + waiting_bytes(job, unit) / 2 for units in pieces for unit in units)
-    return max(sum(f * k + w * q for (f, w), k, q in zip(one, kept, waiting, strict=True))
-               + (max(working, split) if any(w for _, w in one) else working) for one in alive)
+    return most_active(alive, [Active.of(job, units) for units in pieces])
+
+
+@dataclass(frozen=True)
+class Active:
+    """Of consecutive units and one micro-batch, bytes: kept between forward and backward, waiting for weight gradients,
+    and what one pass works on beside these, any pass and a split backward."""
+
+    kept: float
+    waiting: float
+    working: float
+    split: float
+
+    @classmethod
+    def of(cls, job: Job, units: list[Unit]) -> "Active":
+        kept, waiting = [kept_bytes(job, unit) for unit in units], [waiting_bytes(job, unit) for unit in units]
+        # A split backward leaves a unit's weight gradients waiting before it lets go of what the unit kept.
+        split = max((k + w / 2 for k, w in zip(kept, waiting)), default=0)
+        return cls(sum(kept), sum(waiting), working_bytes(job, units), split)
+
+
+def most_active(alive: list[Alive], pieces: list[Active]) -> float:
+    """The most of any of these states of a rank, whose stages are `pieces`."""
+    working = max(piece.working for piece in pieces)
+    split = max(working, *(piece.split for piece in pieces))
+    return max(sum(f * piece.kept + w * piece.waiting for (f, w), piece in zip(one, pieces, strict=True))
+               + (split if any(w for _, w in one) else working) for one in alive)
 
 
 def alive_at_once(job: Job) -> list[list[Alive]]:

@@ -13,10 +13,9 @@ from itertools import accumulate
 
 from dstrain.model.unit import Unit, list_units
 from dstrain.parallel.partition import best_pieces
-from dstrain.planner.activations import kept_bytes, waiting_bytes
 from dstrain.planner.holdings import Held
 from dstrain.planner.job import Job
-from dstrain.planner.memory import GIB, alive_at_once, buffers, state_bytes, working_bytes
+from dstrain.planner.memory import GIB, Active, alive_at_once, buffers, most_active, state_bytes
 from dstrain.planner.times import StageTimes, Times
 
 SLACK = 0.002  # costs of ranks this close count as equal
@@ -37,13 +36,11 @@ def fastest_stages(job: Job, times: Times, held: list[list[Held]]) -> list[int] 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive units: their times, what they keep of a micro-batch, and bytes of weights, gradients, optimizer."""
+    """Consecutive units: their times, and what they need of a micro-batch."""
 
     times: StageTimes
     kind: tuple  # equal kinds have equal times
-    kept: float
-    waiting: float
-    working: float
+    active: Active
 
 
 class _Search:
@@ -94,9 +91,8 @@ class _Search:
         if self.mtp[i_end] > self.mtp[i] or self.mtp[j_end] > self.mtp[j]:  # it needs both tables
             for place, table in zip(self.places, self.tables, strict=True):
                 state += 0 if i <= place < i_end or j <= place < j_end else table
-        active = max(sum(n * piece.kept + w * piece.waiting for (n, w), piece in zip(counts, (first, second)))
-                     for counts in self.alive[group])
-        if state + active + max(first.working, second.working) > self.room:
+        pieces = [first.active, second.active][: self.arms]
+        if state + most_active(self.alive[group], pieces) > self.room:
             return float("inf")
         key = first.kind, second.kind
         if key not in self._costs:
@@ -109,10 +105,7 @@ class _Search:
         if (first, end) not in self._pieces:
             units, dense = self.units[first:end], self.job.config.model.first_k_dense_replace
             kind = tuple(sorted((u.kind, u.kind == "block" and u.index < dense) for u in units))
-            self._pieces[first, end] = _Piece(
-                self.times.stage(units), kind, sum(kept_bytes(self.job, unit) for unit in units),
-                sum(waiting_bytes(self.job, unit) for unit in units), working_bytes(self.job, units),
-            )
+            self._pieces[first, end] = _Piece(self.times.stage(units), kind, Active.of(self.job, units))
         return self._pieces[first, end]
 
 

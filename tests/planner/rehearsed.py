@@ -48,7 +48,8 @@ def real_rank(rank, size, overrides, load):
     held = {
         "weights": sum(b.weights.nbytes for b in optimizer.buckets) + sum(b.nbytes for b in model.buffers()),
         "gradients": sum(bucket.grads.nbytes for bucket in optimizer.buckets),
-        "optimizer": sum(s.exp_avg.nbytes + s.exp_avg_sq.nbytes for s in optimizer.states.values()),
+        "optimizer": sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+                          for s in optimizer.states.values() for x in (s.exp_avg, s.exp_avg_sq)}.values()),
     }
     phases = dispatcher.traffic.metrics() if layout.mesh.ep > 1 else {}
     return held, peak_bytes(profiler), sent, phases, counts

@@ -20,7 +20,7 @@ from dstrain.planner.work import attention_work, experts_work, head_work
 
 V3 = ["recipe=deepseek_v3", "precision=fp8", "parallel.dispatch=fp8", "cluster=h800_2048"]
 # what fastest_stages finds for the measured times
-STAGES = "parallel.stages=[4,4,4,4,4,4,4,4,4,4,4,4,5,4,4,3]"
+STAGES = "parallel.stages=[4,4,4,4,4,4,4,4,4,4,4,4,4,5,4,3]"
 TINY = ["model=tiny", "cluster=cpu_2cores", "run.device=cpu", "precision=fp32", "batch.sequences=32",
         "batch.micro_sequences=1", "data.sequence_length=64"]
 

@@ -27,23 +27,23 @@ def job_of(*overrides):
 
 
 def real_rank(rank, size, overrides, load):
-    """-> bytes by kind at the allocator's peak, messages {(what, shape, type): times}, bytes of dispatch by phase and
-    link, and the counts that the dispatcher read."""
+    """-> bytes of weights, gradients and optimizer, the most that the step had beside them, messages {(what, shape, type):
+    times}, bytes of dispatch by phase and link, and the counts that the dispatcher read."""
     job = job_of(*overrides)
     config, device = job.config, torch.device("cpu")
     layout = Layout(config, size, rank, job.cluster.gpus_per_node)
     layout.connect(device)
     ids = torch.from_numpy(routing_table(load, config.model, job.tokens, layout.mesh.ep_rank).copy())
     Router.select = lambda self, scores: ids.view(*scores.shape[:-1], -1)
+    precision = resolve_precision(config.precision.name, device)
+    model, optimizer = build_state(config, precision, device, layout.replicas)
+    initialise(model, optimizer, seed=1)
+    dispatcher = layout.dispatcher(device, precision.compute)
+    counts = watch_counts(dispatcher) if layout.mesh.ep > 1 else []
+    stepper = Stepper(config, model, optimizer, dispatcher, RandomStream(config, config.model.vocab_size), layout)
+    stepper.traffic = dict  # left for us to read
+    sent = watch_messages(optimizer)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        precision = resolve_precision(config.precision.name, device)
-        model, optimizer = build_state(config, precision, device, layout.replicas)
-        initialise(model, optimizer, seed=1)
-        dispatcher = layout.dispatcher(device, precision.compute)
-        counts = watch_counts(dispatcher) if layout.mesh.ep > 1 else []
-        stepper = Stepper(config, model, optimizer, dispatcher, RandomStream(config, config.model.vocab_size), layout)
-        stepper.traffic = dict  # left for us to read
-        sent = watch_messages(optimizer)
         stepper.step(RunState())
     held = {
         "weights": sum(b.weights.nbytes for b in optimizer.buckets) + sum(b.nbytes for b in model.buffers()),

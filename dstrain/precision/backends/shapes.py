@@ -1,15 +1,15 @@
 """What the FP8 backends of a GPU make, as shapes: for a rehearsal on tensors without data, no choice of a run.
 
-Quantisers give the Triton kernels' layouts, an expert's columns filled up to whole tiles; products add to their result
-in place. Two copies of a weight, for Fprop and Dgrad, are kept in E4M3.
+Quantisers give the Triton kernels' layouts, an expert's columns filled up to whole tiles, and what lies between products is
+fused with them; products add to their result in place. Two copies of a weight, for Fprop and Dgrad, are kept in E4M3.
 """
 
 import torch
 
+from dstrain.precision.fp8_blocks import scale_shape
 from dstrain.precision.fp8_gemm import GemmBackend, Scaled
 from dstrain.precision.fp8_scales import FP8, TILE
 from dstrain.precision.fp8_tiles import column_tiles
-from dstrain.precision.fp8_blocks import scale_shape
 
 
 class Shapes(GemmBackend):
@@ -56,6 +56,17 @@ class Shapes(GemmBackend):
     def quantize_weight(self, weight: torch.Tensor) -> tuple[Scaled, Scaled]:
         turned = weight.mT.shape
         return _scaled(weight, weight.shape, scale_shape(weight.shape)), _scaled(weight, turned, scale_shape(turned))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool) -> tuple[Scaled, torch.Tensor]:
+        return self.quantize_rows(x), x.new_empty(len(x), 1, dtype=torch.float32)
+
+    def swiglu(self, gate, up, weight, keep):
+        inputs = (self.quantize_rows(gate), self.quantize_rows(up)) if keep else None
+        return self.quantize_rows(gate), inputs
+
+    def swiglu_backward(self, grad, gate, up, weight, offsets):
+        grads = (self.quantize_both(grad, offsets) for _ in range(2))
+        return self.quantize_columns(grad, offsets), *grads, None if weight is None else torch.empty_like(weight)
 
 
 def _scaled(like: torch.Tensor, codes: tuple[int, ...], scale: tuple[int, ...]) -> Scaled:

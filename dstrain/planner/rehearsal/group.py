@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dstrain.parallel.dispatch_traffic import link_between
 from dstrain.planner.rehearsal.ledger import Ledger
+from dstrain.precision.stand_in import kind
 
 BACKEND = "rehearsal"
 
@@ -62,11 +63,15 @@ class Notes:
 
 
 class Finished(dist.Work):
-    """Over by the second time that somebody asks: a message is on its way for a while."""
+    """Over by the second time that somebody asks: a message is on its way for a while.
 
-    def __init__(self, at_end: Callable[[], None] = lambda: None):
+    held: what the communication reads and writes, kept as gloo keeps it, as long as this object; NCCL's lets go of it as
+    soon as the stream waits.
+    """
+
+    def __init__(self, *held: torch.Tensor, at_end: Callable[[], None] = lambda: None):
         super().__init__()
-        self.asked, self.at_end = False, at_end
+        self.asked, self.held, self.at_end = False, held, at_end
 
     def is_completed(self) -> bool:
         over, self.asked = self.asked, True
@@ -74,6 +79,8 @@ class Finished(dist.Work):
 
     def wait(self, timeout=None) -> bool:
         self.at_end()
+        if kind(torch.device("meta")) == "cuda":
+            self.held = ()
         return True
 
 
@@ -118,7 +125,7 @@ class RehearsalGroup(dist.ProcessGroup):
         self.notes.shape("experts", input)
         for target, rows in zip(self.ranks, input_splits, strict=True):
             self.notes.sends("experts", target, rows * input[0:1].nbytes)
-        return Finished()
+        return Finished(output, input)
 
     def send(self, tensors, target, tag=0):
         (tensor,), notes, target = tensors, self.notes, self.ranks[target]
@@ -126,13 +133,13 @@ class RehearsalGroup(dist.ProcessGroup):
         notes.shape("pipeline", tensor)
         notes.sends("pipeline", target, tensor.nbytes)
         notes.messages.sent.setdefault((notes.rank, target), []).append(_form(tensor))
-        return Finished()
+        return Finished(tensor)
 
     def recv(self, tensors, source, tag=0):
         (tensor,), notes, source = tensors, self.notes, self.ranks[source]
         notes.ledger.count_as("buffers", tensor)
         notes.messages.received.setdefault((source, notes.rank), []).append(_form(tensor))
-        return Finished(lambda: notes.ledger.count_as("activations", tensor))
+        return Finished(tensor, at_end=lambda: notes.ledger.count_as("activations", tensor))
 
     # The names of these before PyTorch 2.13.
     _reduce_scatter_base, _allgather_base, alltoall_base = reduce_scatter_single, all_gather_single, all_to_all_single

@@ -26,11 +26,11 @@ class Disk:
 
     def __init__(self, path: Path, mounted: bool):
         self.path, self.mounted = path, mounted
-        self.what = "a tmpfs of 64 MiB" if mounted else "a limit on the ranks' files (no tmpfs may be mounted)"
+        self.what = "a tmpfs of 64 MiB" if mounted else "a limit of 128 KiB on files (no tmpfs may be mounted)"
 
     def fill(self, pids: dict[int, int]) -> None:
         if not self.mounted:
-            return self._limit(pids, 0)
+            return self._limit(pids, 2**17)  # less than a rank's part of a checkpoint, more than what it says
         with (self.path / "ballast").open("ab", buffering=0) as file:
             for size in (2**20, 2**12, 1):
                 try:

@@ -33,7 +33,7 @@ class StormyRun(Run):
         outcome = Outcome(kind, self.layout)
         try:
             getattr(self, f"_{kind}")(outcome)
-        except TimeoutError as error:
+        except (TimeoutError, ProcessLookupError) as error:  # the latter: a rank that should live has ended
             outcome.problems.append(str(error))
         if outcome.problems or self.job is not None and self.job.ended():
             self._keep(outcome)
@@ -150,7 +150,7 @@ class StormyRun(Run):
             self._count(outcome)
         else:
             before = newest_intact(self.path)
-            self.progress(lambda: max(step for step, _ in checkpoints(self.path)) > before, "the next checkpoint")
+            self.progress(lambda: any(step > before for step, _ in checkpoints(self.path)), "the next checkpoint")
 
     def _kill_all(self) -> None:
         for rank in set(range(self.size)) - self.job.codes().keys():

@@ -229,7 +229,7 @@ def test_generate_takes_it_rounded_once(trained, precision):
     runs, tensors = trained
     loaded = load_model(str(runs / "run"), precision, torch.device("cpu"), print, "ema")
     for name, value in loaded.model.state_dict().items():
-        assert torch.equal(value.view(-1), tensors[EMA + name].to(value.dtype)), name
+        assert torch.equal(value.reshape(-1), tensors[EMA + name].to(value.dtype)), name
         assert not torch.equal(value, tensors[name].to(value.dtype)) or "layernorm" in name, name
     assert main(["generate", f"checkpoint={runs / 'run'}", "weights=ema", "prompt=def", "max_tokens=3"]) == 0
 

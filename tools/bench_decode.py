@@ -31,7 +31,7 @@ from bench_step import ALLOCATOR, cpu_name
 DEFAULTS = {
     "model": "bench_81m", "checkpoint": "", "heldout": "", "batches": "1,8", "prompt": "128", "new": "128", "prompts": "",
     "precisions": "bf16", "peers": "transformers", "drafts": "0", "rounds": "5", "threads": "2", "contexts": "",
-    "timeout": "900", "out": "",
+    "compile": "true", "timeout": "900", "out": "",
 }
 
 
@@ -173,7 +173,9 @@ def work(pipe, spec, options, checkpoint, folder, precision, batch, warm_up) -> 
     torch.set_num_threads(int(options["threads"]))
     new = int(options["new"])
     if spec["who"] == "dstrain":
-        setting, go_on = f"drafts {spec['drafts']}", ours(checkpoint, precision, spec["drafts"])
+        compiled = options["compile"] == "true"
+        setting = f"compile {str(compiled).lower()}, drafts {spec['drafts']}"
+        go_on = ours(checkpoint, precision, spec["drafts"], compiled)
     else:
         setting, go_on = fastest_peer(checkpoint, folder, precision, warm_up)
     go_on(warm_up, new)
@@ -197,7 +199,7 @@ def by_context(options: dict, checkpoint: str, precision: str) -> list[dict]:
     from dstrain.parallel.dispatch import LocalDispatcher
 
     torch.set_num_threads(int(options["threads"]))
-    model = load_weights(checkpoint, precision, torch.device("cpu"), lambda line: print(line, file=sys.stderr))[0]
+    model, _, _ = load_weights(checkpoint, precision, torch.device("cpu"), print, compiled=options["compile"] == "true")
     contexts, steps = sorted(map(int, options["contexts"].split(","))), 32
     decoder = Decoder(model, LocalDispatcher(), 1, contexts[-1] + steps)
     tokens = torch.randint(0, model.config.vocab_size, (1, decoder.stack.capacity))

@@ -23,9 +23,9 @@ from dstrain.parallel.dispatch import LocalDispatcher
 SETTINGS = list(itertools.product(("sdpa", "eager"), ("grouped_mm", "eager")))
 
 
-def ours(checkpoint: str, precision: str, drafts: int):
+def ours(checkpoint: str, precision: str, drafts: int, compiled: bool):
     """dstrain's own loop; nothing ends a text but its length."""
-    model = load_weights(checkpoint, precision, torch.device("cpu"), lambda line: print(line, file=sys.stderr))[0]
+    model, _, _ = load_weights(checkpoint, precision, torch.device("cpu"), print, compiled=compiled)
 
     def go_on(prompts: list[list[int]], new: int) -> dict:
         begin = time.perf_counter()

@@ -258,6 +258,7 @@ class GenerateConfig:
     top_k: int | None = None  # null: all
     seed: int = 0
     drafts: int = 0  # tokens that the MTP modules draft at a time, up to the model's MTP depth
+    compile: bool = False  # fuse each block with torch.compile: two to three times as fast on a CPU, a slow first token
     echo: bool = False  # print the prompt before the continuation
     weights: str = "final"  # final | ema (the average, of a run with ema.decay)
     precision: str = "auto"  # auto | fp32 | bf16 | fp8 | fp64

@@ -363,6 +363,8 @@ def _generate(config: GenerateConfig) -> None:
     _from_to("seed", config.seed, 0, LARGEST_SEED)
     _one_of("weights", config.weights, WEIGHTS)
     _at_least("drafts", config.drafts, 0, "from 0 (none) to the model's MTP depth")
+    if config.compile and config.precision == "fp8":
+        raise InputError("compile=true with precision=fp8: blocks are compiled in bf16, fp32 and fp64 only")
     _one_of("precision", config.precision, PRECISIONS)
     _one_of("device", config.device, DEVICES)
 

@@ -6,6 +6,7 @@ from dstrain.model.attention import AttentionContext, LatentCache, Places
 from dstrain.model.block import Block, BlockPass, Dispatcher
 from dstrain.model.model import Model
 from dstrain.model.rope import Rotary
+from dstrain.precision.few import FEW_TOKENS
 from dstrain.precision.policy import at_least_fp32
 
 PREFILL_TOKENS = 512  # new tokens at once: bounds the attention scores of a long prompt
@@ -15,9 +16,10 @@ class CachedBlocks:
     """Some blocks with a cache each, for a batch of sequences."""
 
     def __init__(self, model: Model, blocks: list[Block], dispatcher: Dispatcher, sequences: int, capacity: int):
-        """capacity: tokens that a sequence may have in all; memory is taken for them at once."""
+        """capacity: tokens that a sequence may have in all."""
+        self.few = model.few
         self.blocks, self.dispatcher, self.capacity = blocks, dispatcher, capacity
-        self.caches = [LatentCache(model.config, sequences, capacity, model.dtype, model.device) for _ in blocks]
+        self.caches = [LatentCache(model.config, sequences, model.dtype, model.device) for _ in blocks]
         self.rotary = Rotary(model.config, torch.arange(capacity, device=model.device), model.dtype)
 
     def run(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -33,9 +35,13 @@ class CachedBlocks:
         places = Places(lengths, hidden.shape[1], hidden.device)
         if places.keys > self.capacity:
             raise ValueError(f"{places.keys} tokens do not fit into a cache of {self.capacity}")
-        index = slice(places.first, places.keys) if places.first is not None else places.index
-        context = AttentionContext(self.rotary.at(index), places=places)
+        context = AttentionContext(self.rotary.at(places.index), places=places)
+        few = hidden.shape[0] * hidden.shape[1] <= FEW_TOKENS
         for block, cache in zip(self.blocks, self.caches):
+            cache.make_room(places)
+            if few and block.layer in self.few:
+                hidden = self.few[block.layer](hidden, context, cache)
+                continue
             phases = BlockPass(block, context, self.dispatcher, train=False, cache=cache)
             phases.attention(hidden)
             phases.dispatch()

@@ -25,19 +25,21 @@ class Loaded:
 
 
 def load_model(
-    where: str, precision: str, device: torch.device, report: Callable[[str], None], weights: str = "final"
+    where: str, precision: str, device: torch.device, report: Callable[[str], None], weights: str = "final",
+    compiled: bool = False,
 ) -> Loaded:
     """The model of checkpoint `where` in `precision` on `device`, every weight read from it.
 
-    weights: final, or ema for their average.
+    weights: final, or ema for their average. compiled: see `Model.freeze`.
     """
-    model, config, path = load_weights(where, precision, device, report, weights)
+    model, config, path = load_weights(where, precision, device, report, weights, compiled)
     tokenizer = Tokenizer(CheckpointStore.file(path, "tokenizer.json").decode(), f"{path}: tokenizer.json")
     return Loaded(model, tokenizer, config, path)
 
 
 def load_weights(
-    where: str, precision: str, device: torch.device, report: Callable[[str], None], weights: str = "final"
+    where: str, precision: str, device: torch.device, report: Callable[[str], None], weights: str = "final",
+    compiled: bool = False,
 ) -> tuple[Model, TrainConfig, Path]:
     """As `load_model`, of a checkpoint that need not have a tokenizer. -> model, the run's configuration, checkpoint."""
     path = find_checkpoint(where, report)
@@ -46,4 +48,4 @@ def load_weights(
     with device:
         model = Model(config.model, chosen.compute, fp8=chosen.fp8)
     load_weights_of(path, model.state_dict(), weights)
-    return model.freeze(), config, path
+    return model.freeze(compiled), config, path

@@ -20,7 +20,7 @@ def generate(config: GenerateConfig) -> int:
         sys.stdout.reconfigure(encoding="utf-8")
     prompt = read_prompt(config)
     device = pick_device(config.device, "device")
-    loaded = load_model(config.checkpoint, config.precision, device, _report, config.weights)
+    loaded = load_model(config.checkpoint, config.precision, device, _report, config.weights, config.compile)
     depth = loaded.config.model.num_nextn_predict_layers
     if config.drafts > depth:
         raise InputError(f"drafts={config.drafts}: the checkpoint has {depth} MTP modules; valid: 0 to {depth}")

@@ -28,18 +28,21 @@ from dstrain.precision.policy import at_least_fp32
 LATENT_EPS = 1e-6  # of the two norms inside attention: released code gives them none of the config's rms_norm_eps
 
 
+CACHE_STEP = 64  # entries that a cache grows by: products with it have few shapes, each of which the CPU compiles for BF16
+
+
 class Places:
     """Where L new tokens of each sequence go in the caches, and what they see there; the same for every layer."""
 
     def __init__(self, lengths: torch.Tensor, new: int, device: torch.device):
         """lengths int64 [B], on the host: tokens that the caches already hold. new: L."""
-        self.keys = int(lengths.max()) + new  # entries that anyone looks at
+        self.keys = int(lengths.max()) + new
+        self.room = -(-self.keys // CACHE_STEP) * CACHE_STEP
         self.first = int(lengths[0]) if bool((lengths == lengths[0]).all()) else None  # the common place, if there is one
-        # A single token after equally many sees every entry.
-        self.index = self.unseen = None
-        if self.first is None or new > 1:
-            self.index = (lengths.unsqueeze(-1) + torch.arange(new)).to(device)  # [B, L]
-            self.unseen = torch.arange(self.keys, device=device) > self.index.unsqueeze(-1)  # [B, L, keys]
+        index = (lengths.unsqueeze(-1) + torch.arange(new)).to(device)
+        self.rows, self.index = torch.arange(len(lengths), device=device).unsqueeze(-1), index  # [B, 1], [B, L]
+        # Entries that come after a token or are none: bool [B, room, L, 1].
+        self.unseen = (torch.arange(self.room, device=device).view(-1, 1) > index.unsqueeze(1)).unsqueeze(-1)
 
 
 @dataclass
@@ -54,17 +57,21 @@ class AttentionContext:
 class LatentCache:
     """Per token of one layer an entry [kv_lora_rank + qk_rope_head_dim]: the normalised latent, and the rotated key."""
 
-    def __init__(self, config: ModelConfig, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, sequences: int, dtype: torch.dtype, device: torch.device):
         width = config.kv_lora_rank + config.qk_rope_head_dim
-        self.entries = torch.zeros(sequences, capacity, width, dtype=dtype, device=device)
+        self.entries = torch.zeros(sequences, 0, width, dtype=dtype, device=device)
+
+    def make_room(self, places: Places) -> None:
+        """To be called before `write`."""
+        if (more := places.room - self.entries.shape[1]) > 0:
+            self.entries = torch.nn.functional.pad(self.entries, (0, 0, 0, more))
 
     def write(self, entries: torch.Tensor, places: Places) -> None:
         """entries [B, L, width] of new tokens; whatever was at their places is lost."""
         if places.first is not None:
-            self.entries[:, places.first : places.first + entries.shape[1]] = entries
+            self.entries[:, places.first : places.keys] = entries
         else:
-            rows = torch.arange(len(entries), device=entries.device).unsqueeze(-1)
-            self.entries[rows, places.index] = entries
+            self.entries[places.rows, places.index] = entries
 
 
 class Attention(nn.Module):
@@ -161,20 +168,22 @@ class Attention(nn.Module):
         if places.first == 0 and q_nope.shape[1] > 1:
             heads = self._join_heads(q_nope, q_rope, self.kv_b_proj(latent), rope_key)
             return attention_core(*heads, self.scale).transpose(1, 2)
-        return self._attend_absorbed(q_nope, q_rope, cache.entries[:, : places.keys], places.unseen)
+        return self._attend_absorbed(q_nope, q_rope, cache.entries[:, : places.room], places.unseen)
 
     def _attend_absorbed(self, q_nope, q_rope, entries, unseen):
-        """Over entries [B, keys, C + qk_rope], without those that `unseen` [B, L, keys] marks; -> [B, L, H, v_head_dim]."""
+        """Over entries [B, keys, C + qk_rope] but those that are `unseen` [B, keys, L, 1]; -> [B, L, H, v_head_dim].
+
+        Entries come first in the scores' product and whole in the values': so no product copies the cache.
+        """
         sequences, length = q_nope.shape[:2]
         up_key, up_value = self.absorbed or self._absorbed_weights()
         q_latent = torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), up_key).transpose(0, 1)  # [B·L, H, C]
         q = torch.cat((q_latent, q_rope.flatten(0, 1)), dim=-1).view(sequences, length * self.heads, -1)
-        scores = at_least_fp32(torch.bmm(q, entries.transpose(1, 2))) * self.scale  # [B, L·H, keys]
-        if unseen is not None:
-            scores.view(sequences, length, self.heads, -1).masked_fill_(unseen.unsqueeze(2), -torch.inf)
-        probs = scores.softmax(dim=-1).to(entries.dtype)
-        latents = torch.bmm(probs, entries[..., : self.config.kv_lora_rank])
-        heads = latents.view(sequences * length, self.heads, -1).transpose(0, 1)  # [H, B·L, C]
+        scores = at_least_fp32(torch.bmm(entries, q.transpose(1, 2))) * self.scale  # [B, keys, L·H]
+        scores.view(sequences, -1, length, self.heads).masked_fill_(unseen, -torch.inf)
+        probs = scores.softmax(dim=1).to(entries.dtype)
+        latents = torch.bmm(probs.transpose(1, 2), entries)[..., : self.config.kv_lora_rank]
+        heads = latents.reshape(sequences * length, self.heads, -1).transpose(0, 1)  # [H, B·L, C]
         return torch.bmm(heads, up_value).transpose(0, 1).unflatten(0, (sequences, length))
 
     def _absorbed_weights(self):

@@ -94,6 +94,17 @@ class Block(nn.Module):
         again = self.post_attention_layernorm.again(residual) if self.fp8 is not None else None
         return residual, self.post_attention_layernorm(residual), again
 
+    def few(self, hidden: torch.Tensor, context: AttentionContext, cache: LatentCache) -> torch.Tensor:
+        """All four phases of a few tokens that are being decoded, as one function to be compiled.
+
+        hidden [B, L, hidden] -> the next hidden state. The model is frozen and holds every expert.
+        """
+        residual, x, _ = self.attend(hidden, context, cache)
+        if not self.is_moe:
+            return residual + self.mlp(x)
+        routing: Routing = self.mlp.gate(x, count=False, balance=False)
+        return residual + self.mlp.of_few(x, routing.topk_ids, routing.topk_weights)
+
 
 class BlockPass:
     """One micro-batch through one block, phase by phase, forward and back."""

@@ -8,6 +8,7 @@ from torch import nn
 from dstrain.config.schema import ModelConfig
 from dstrain.model.router import Router
 from dstrain.precision.fp8_gemm import GemmBackend
+from dstrain.precision.few import few_ffn
 from dstrain.precision.linear import GroupedLinear, Linear, grouped_mlp, join, mlp
 
 
@@ -62,3 +63,12 @@ class MoE(nn.Module):
         self.experts = Experts(len(experts), config.hidden_size, config.moe_intermediate_size, dtype, fp8)
         shared = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = MLP(config.hidden_size, shared, dtype, fp8) if shared else None
+
+    def of_few(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """The whole layer for a few tokens of a frozen model, to be compiled: x [B, L, hidden] -> [B, L, hidden].
+
+        topk_ids and topk_weights [B·L, k]. Every expert must be held here.
+        """
+        weights = self.experts.gate_proj.joined, self.experts.down_proj.weight
+        routed = few_ffn(x.flatten(0, 1), topk_ids, topk_weights, *weights).view_as(x)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)

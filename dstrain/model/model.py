@@ -4,6 +4,8 @@ Parameter names are Hugging Face's; MTP module k (from 1) is layer num_hidden_la
 embedding and head. Units are in `unit.py`, their passes in `passes.py`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -45,20 +47,26 @@ class Model(nn.Module):
         not in embedding, gate, eh_proj and head; None: they are of `dtype`."""
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.few: dict[int, Callable] = {}  # by layer: `Block.few` compiled, see `freeze`
         self.share = share or Share.whole(config)
         self.model = Body(config, dtype, self.share, fp8)
         if self.share.head:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
 
-    def freeze(self) -> "Model":
+    def freeze(self, compiled: bool = False) -> "Model":
         """Make ready for decoding: the weights will not change any more, and need no gradients.
 
         Those that share an input become slices of one matrix, and attention's absorbed ones are laid out once.
+        compiled: blocks of a few tokens run fused by torch.compile; for a model that holds every expert, not in FP8.
         """
         self.requires_grad_(False)
         for module in self.modules():
             if isinstance(module, Attention | MLP | Experts):
                 module.freeze()
+        if compiled:
+            # A program for each kind of block, type and size 0, 1 or more of batch and tokens; the default of 8 is too few.
+            torch._dynamo.config.recompile_limit = 64
+            self.few = {block.layer: torch.compile(block.few, dynamic=True) for block in self.layers}
         return self
 
     @property

@@ -64,8 +64,8 @@ class Rotary:
         self.cos = (angles.cos() * magnitude).to(wide)  # [(B,) L, d/2]
         self.sin = (angles.sin() * magnitude).to(wide)
 
-    def at(self, places: torch.Tensor | slice) -> "Rotary":
-        """The angles of some of the positions, where those were [L]; places int64 of any shape, or a slice."""
+    def at(self, places: torch.Tensor) -> "Rotary":
+        """The angles of some of the positions, where those were [L]; places int64 of any shape."""
         rotary = object.__new__(Rotary)
         rotary.cos, rotary.sin = self.cos[places], self.sin[places]
         return rotary

@@ -8,12 +8,13 @@ Grouped: rows [offsets[e-1], offsets[e]) belong to expert e. Operands are of one
 import torch
 import torch.nn.functional as F
 
+from dstrain.precision.few import few_linear, takes_loops
 from dstrain.precision.stand_in import on_cuda
 
 
 def fprop(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., in], weight [out, in] -> [..., out]."""
-    return F.linear(x, weight)
+    return few_linear(x, weight) if takes_loops(x) else F.linear(x, weight)
 
 
 def dgrad(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from small_models import GRID, build
 
 from dstrain.inference.decoder import Decoder
 from dstrain.parallel.dispatch import LocalDispatcher
+from dstrain.precision.few import few_linear
 
 
 def full_logits(config, weights, tokens):
@@ -59,10 +60,13 @@ def test_a_long_prompt_is_taken_in_parts(monkeypatch):
 
 
 def test_the_cache_holds_the_latent_and_one_rotated_key_and_nothing_per_head():
+    """It grows by 64 tokens at a time."""
     config = tiny_config()
-    decoder = Decoder(build(config, torch.float32)[0], LocalDispatcher(), sequences=2, capacity=10)
-    elements = sum(x.numel() for cache in decoder.stack.caches for x in vars(cache).values())
-    assert elements == 2 * 10 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    decoder = Decoder(build(config, torch.float32)[0], LocalDispatcher(), sequences=2, capacity=70)
+    for tokens, room in ((10, 64), (54, 64), (1, 128)):
+        decoder.advance(torch.zeros(2, tokens, dtype=torch.int64))
+        elements = sum(x.numel() for cache in decoder.stack.caches for x in vars(cache).values())
+        assert elements == 2 * room * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
 
 
 def test_more_tokens_than_the_cache_holds_are_an_error():
@@ -94,3 +98,45 @@ def test_a_frozen_model_computes_the_same_from_the_same_weights(case):
     mlp = model.blocks[0].mlp
     mlp.up_proj.weight[0, 0] = 7.0
     assert mlp.gate_proj.joined[len(mlp.gate_proj.weight), 0] == 7.0
+
+
+def steps_of(config, model):
+    """Logits of three sequences of different lengths: the prompt, then one token and several at once; and one alone."""
+    tokens = torch.randint(0, config.vocab_size, (3, 12), generator=torch.Generator().manual_seed(5))
+    decoder = Decoder(model, LocalDispatcher(), sequences=3, capacity=80)
+    logits = [decoder.advance(tokens, torch.tensor([12, 3, 7]))]
+    logits += [decoder.advance(tokens[:, :n]) for n in (1, 1, 4, 1)]
+    alone = Decoder(model, LocalDispatcher(), sequences=1, capacity=80)
+    logits += [alone.advance(tokens[:1, :n]) for n in (12, 1, 1, 2)]
+    logits += [alone.advance(tokens[:1, [i % 12]]) for i in range(50)]  # over the cache's first 64 entries
+    return logits
+
+
+@pytest.mark.parametrize("case", GRID)
+def test_a_block_as_one_function_computes_what_its_phases_do(case):
+    """`Block.few`, which is there to be compiled; a prompt of 36 tokens still goes through the phases."""
+    config = tiny_config(**GRID[case])
+    model = build(config, torch.float64)[0].freeze()
+    expected = steps_of(config, model)
+    model.few = {block.layer: block.few for block in model.layers}
+    for one, other in zip(steps_of(config, model), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_compiled_blocks_compute_what_the_phases_do(dtype, tolerance):
+    config = tiny_config()
+    model = build(config, dtype)[0].freeze(compiled=True)
+    compiled = steps_of(config, model)
+    assert set(model.few) == {block.layer for block in model.layers}
+    model.few = {}
+    for one, other in zip(compiled, steps_of(config, model), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_products_of_few_rows_as_loops_are_the_products():
+    x, weight = torch.randn(2, 1, 24, dtype=torch.float64), torch.randn(10, 24, dtype=torch.float64)
+    torch.testing.assert_close(few_linear(x, weight), x @ weight.t(), rtol=1e-12, atol=1e-12)
+    narrow = few_linear(torch.ones(1, 1024, dtype=torch.bfloat16), torch.ones(3, 1024, dtype=torch.bfloat16))
+    assert narrow.dtype == torch.bfloat16 and narrow.tolist() == [[1024.0] * 3]  # a sum in BF16 would stop at 256

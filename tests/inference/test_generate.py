@@ -118,3 +118,9 @@ def test_drafts_change_no_greedy_text_and_their_acceptance_is_told(capsys, train
 def test_more_drafts_than_the_checkpoint_has_modules_are_refused_in_one_line(capsys, trained, drafts, said):
     code, out, err = generate(capsys, trained, "prompt=a", f"drafts={drafts}")
     assert code == 2 and out == "" and said in err and err.count("\n") == 1
+
+
+def test_compiled_decoding_in_fp8_is_refused_in_one_line(capsys, trained):
+    code = main(["generate", f"checkpoint={trained}", "prompt=a", "precision=fp8", "compile=true"])
+    captured = capsys.readouterr()
+    assert code == 2 and captured.out == "" and "compile=true" in captured.err and captured.err.count("\n") == 1

@@ -138,5 +138,6 @@ def test_compiled_blocks_compute_what_the_phases_do(dtype, tolerance):
 def test_products_of_few_rows_as_loops_are_the_products():
     x, weight = torch.randn(2, 1, 24, dtype=torch.float64), torch.randn(10, 24, dtype=torch.float64)
     torch.testing.assert_close(few_linear(x, weight), x @ weight.t(), rtol=1e-12, atol=1e-12)
-    narrow = few_linear(torch.ones(1, 1024, dtype=torch.bfloat16), torch.ones(3, 1024, dtype=torch.bfloat16))
-    assert narrow.dtype == torch.bfloat16 and narrow.tolist() == [[1024.0] * 3]  # a sum in BF16 would stop at 256
+    # (1 + 2⁻⁷)² - (1 + 2⁻⁶) = 2⁻¹⁴; with products rounded to BF16 nothing would be left.
+    x, weight = torch.tensor([[1 + 2**-7, 1.0]]).bfloat16(), torch.tensor([[1 + 2**-7, -1 - 2**-6]]).bfloat16()
+    assert few_linear(x, weight).tolist() == [[2**-14]] and few_linear(x, weight).dtype == torch.bfloat16

@@ -1,14 +1,17 @@
 """Sums of which only some are kept; the right values are NumPy's sums of all lengths."""
 
+import struct
 import tracemalloc
 
 import numpy as np
 import pytest
 
 import megatron_format
+from dstrain.config.errors import InputError
+from dstrain.data import indexed, samples
 from dstrain.data import starts as module
 from dstrain.data.indexed import HEADER, MAGIC, IndexedDataset
-from dstrain.data.samples import SampleStream
+from dstrain.data.samples import SampleStream, shuffled
 from dstrain.data.starts import BLOCK, Starts
 
 
@@ -61,3 +64,34 @@ def test_samples_of_documents_of_several_sequences_equal_those_of_single_ones(tm
     for i in range(0, 900, 7):
         for got, right in zip(b.sample(i), a.sample(i)):
             assert got.tolist() == right.tolist()
+
+
+def test_an_empty_document_is_none_of_the_single_ones(tmp_path):
+    """Two documents and two sequences, but the first has both."""
+    megatron_format.write(tmp_path / "a", [[[1, 2], [3]], []])
+    data = IndexedDataset(tmp_path / "a")
+    assert data.document_lengths.tolist() == [3, 0]
+    assert data.document(0).tolist() == [1, 2, 3] and data.document(1).tolist() == []
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 10, 64])
+def test_what_is_done_in_parts_does_not_depend_on_their_size(monkeypatch, at_once):
+    """The order of 10 documents is written down in test_samples; that of 1000 is compared with one in a single part."""
+    whole = shuffled(1000, 5, 2)
+    monkeypatch.setattr(samples, "AT_ONCE", at_once)
+    assert shuffled(10, 1234, 0).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
+    assert shuffled(1000, 5, 2).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("sequence", range(5))
+@pytest.mark.parametrize("what, form, offset, size, words", [
+    ("length", "<i", 34, 4, "negative"), ("pointer", "<q", 34 + 20, 8, "negative"), ("document", "<q", 34 + 60 + 8, 8, "rising"),
+])
+def test_damage_is_found_in_every_part_of_an_index(tmp_path, monkeypatch, sequence, what, form, offset, size, words):
+    monkeypatch.setattr(indexed, "AT_ONCE", 2)
+    megatron_format.write(tmp_path / "a", [[[1, 2]], [[3]], [[4, 5]], [[6]], [[7, 8]]])
+    raw = bytearray((tmp_path / "a.idx").read_bytes())
+    struct.pack_into(form, raw, offset + size * sequence, -4 if what != "document" else 77)
+    (tmp_path / "a.idx").write_bytes(raw)
+    with pytest.raises(InputError, match=words):
+        IndexedDataset(tmp_path / "a")

@@ -121,7 +121,8 @@ def test_ledger_counts_a_storage_once_until_it_is_freed():
 def test_ledger_gives_what_pytorch_gives():
     """A result that is known from before has the shape, strides and type of the first time, whatever the operands."""
     x, ids = torch.empty(6, 8, device="meta"), torch.empty(6, dtype=torch.int64, device="meta")
-    operations = [lambda: x.t() + x.t(), lambda: ids * 2, lambda: ids * 2.0, lambda: torch.cat((x, x[:2])),
+    square = torch.empty(8, 8, device="meta")
+    operations = [lambda: x.t() + x.t(), lambda: square * square, lambda: square.t() * square.t(), lambda: ids * 2, lambda: ids * 2.0, lambda: torch.cat((x, x[:2])),
                   lambda: x.sort(dim=1).indices, lambda: x.half() @ x.t().half(), lambda: x.sum(0), lambda: x.sum(1)]
     plain = [operation() for operation in operations]
     with Ledger():

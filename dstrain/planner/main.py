@@ -25,8 +25,8 @@ from dstrain.planner.times import Times
 def plan(config: PlanConfig) -> int:
     """Print what was asked for. -> the exit code. Raises InputError where the layout cannot run, or does not fit."""
     if config.rehearse and (config.search or config.cluster is None):
-        raise InputError("rehearse=true: is of one layout on a cluster; give cluster=… (h800_2048, h100, h200, b200) and "
-                         "search=false")
+        raise InputError("rehearse=true: is of one layout on a cluster; give cluster=… (h800_2048, h100, h200, b200) "
+                         "and search=false")
     if config.cluster is None and config.batch.micro_batches is not None:
         return show_schedule(config)
     factors = load_factors(config.phases) if config.phases else {}
@@ -57,10 +57,10 @@ def plan(config: PlanConfig) -> int:
     if rehearsed and rehearsed.worst.needs > rehearsed.room:
         worst, cluster = rehearsed.worst, job.cluster
         raise InputError(
-            f"rank {worst.rank} (pipeline rank {worst.pp_rank}) reaches {worst.needs / GIB + cluster.reserved_gib:.2f} GiB "
-            f"in the rehearsal, {(worst.needs - rehearsed.room) / GIB:.2f} more than the {cluster.memory_gib:g} of cluster "
-            f"{cluster.name}; valid: fewer units on its stages (parallel.stages), parallel.recompute=block or smaller "
-            "micro-batches"
+            f"rank {worst.rank} (pipeline rank {worst.pp_rank}) reaches "
+            f"{worst.needs / GIB + cluster.reserved_gib:.2f} GiB in the rehearsal, "
+            f"{(worst.needs - rehearsed.room) / GIB:.2f} more than the {cluster.memory_gib:g} of cluster {cluster.name}; valid: "
+            "fewer units on its stages (parallel.stages), parallel.recompute=block or smaller micro-batches"
         )
     return 0
 

@@ -44,8 +44,9 @@ def grouped_dgrad(grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tenso
 
 def grouped_wgrad(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, main_grad: torch.Tensor) -> None:
     """main_grad [experts, out, in] += gradᵀ x, expert by expert; an expert without rows adds nothing."""
-    if x.is_meta:  # no loads to be read, see `stand_in`
-        main_grad.add_(grad.new_empty(main_grad.shape))
+    if x.is_meta:  # no loads to be read, see `stand_in`; a GPU's product is written whole before it is added
+        if on_cuda(grad):
+            main_grad.add_(grad.new_empty(main_grad.shape))
     elif grad.is_cuda and _takes_grouped_mm(grad, x):
         main_grad.add_(F.grouped_mm(grad.t(), x, offs=offsets))
     else:  # also where a CPU could: it loops too, over all experts, into a copy of the whole gradient

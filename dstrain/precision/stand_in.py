@@ -1,6 +1,7 @@
 """Tensors without data (PyTorch's meta device) and the device that they stand for, which may not be in this machine.
 
-Code that is one thing on a GPU and another on a CPU asks here, so that a rehearsal on such tensors takes training's way.
+Code that is one thing on a GPU and another on a CPU asks here, so that a rehearsal on such tensors takes training's
+way.
 """
 
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ NODES = ["cluster.gpus=4", "cluster.gpus_per_node=2", "parallel.ep=4", "parallel
 
 @pytest.mark.parametrize(("overrides", "load"), [(DUALPIPE, "balanced"), (NODES, "worst")])
 def test_a_rehearsed_rank_is_the_real_rank(overrides, load):
-    """Right values: four processes that train a step; their allocator's peak, their messages, their dispatchers' counts."""
+    """Right values: four processes that train a step; their allocator's peak, messages and dispatchers' counts."""
     real = spawn(real_rank, 4, overrides, load, timeout=300.0)
     job = job_of(*overrides)
     for rank, (held, peak, sent, phases, counts) in enumerate(real):
@@ -47,7 +47,8 @@ def test_a_rehearsed_rank_is_the_real_rank(overrides, load):
         assert one.messages.shapes == sent, f"rank {rank}"
         assert one.phases == phases, f"rank {rank}"
         nodes = 2 if overrides is NODES else 1
-        stated = StatedLoads(load, job.config.model, job.tokens, job.config.parallel.ep, nodes, one.rank % job.layout.mesh.ep)
+        ep = job.layout.mesh.ep
+        stated = StatedLoads(load, job.config.model, job.tokens, ep, nodes, rank % ep)
         assert counts and all(np.array_equal(one, stated.counts(nodes > 1)) for one in counts), f"rank {rank}"
 
 
@@ -63,8 +64,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_planned_memory_is_the_rehearsed(layout):
-    """By kind, within 10 %. What a plan has as buffers is its most at any moment; at the peak there are few, so activations
-    and buffers that are alive there are set beside the activations alone."""
+    """By kind, within 10 %. What a plan has as buffers is its most at any moment; at the peak there are few, so
+    activations and buffers that are alive there are set beside the activations alone."""
     job = job_of(*LAYOUTS[layout], "cluster.reserved_gib=0")
     planned = memories(job, holdings(job))
     for pp_rank in range((job.layout.mesh.pp + 1) // 2):
@@ -122,7 +123,8 @@ def test_ledger_gives_what_pytorch_gives():
     """A result that is known from before has the shape, strides and type of the first time, whatever the operands."""
     x, ids = torch.empty(6, 8, device="meta"), torch.empty(6, dtype=torch.int64, device="meta")
     square = torch.empty(8, 8, device="meta")
-    operations = [lambda: x.t() + x.t(), lambda: square * square, lambda: square.t() * square.t(), lambda: ids * 2, lambda: ids * 2.0, lambda: torch.cat((x, x[:2])),
+    operations = [lambda: x.t() + x.t(), lambda: square * square, lambda: square.t() * square.t(),
+                  lambda: ids * 2, lambda: ids * 2.0, lambda: torch.cat((x, x[:2])),
                   lambda: x.sort(dim=1).indices, lambda: x.half() @ x.t().half(), lambda: x.sum(0), lambda: x.sum(1)]
     plain = [operation() for operation in operations]
     with Ledger():
@@ -235,7 +237,8 @@ def test_ranks_that_would_wait_for_each_other(monkeypatch):
 def test_a_rank_that_does_not_fit(capsys, monkeypatch):
     """The plan is taken to be content; by its own figures the rehearsal is not."""
     monkeypatch.setattr(Plan, "over", -1.0)
-    assert main(["plan", *TINY, "rehearse=true", "cluster.reserved_gib=0.01", "cluster.memory_gib=0.05", "output=json"]) == 2
+    tight = ["cluster.reserved_gib=0.01", "cluster.memory_gib=0.05"]
+    assert main(["plan", *TINY, *tight, "rehearse=true", "output=json"]) == 2
     out, err = capsys.readouterr()
     own = json.loads(out)["rehearsal"]["ranks"][0]
     total = max(own["memory_gib"]["total"], own["start_gib"] + 0.01)

@@ -65,8 +65,8 @@ class Notes:
 class Finished(dist.Work):
     """Over by the second time that somebody asks: a message is on its way for a while.
 
-    held: what the communication reads and writes, kept as gloo keeps it, as long as this object; NCCL's lets go of it as
-    soon as the stream waits.
+    held: what the communication reads and writes, kept as gloo keeps it, as long as this object; NCCL's lets go of it
+    as soon as the stream waits.
     """
 
     def __init__(self, *held: torch.Tensor, at_end: Callable[[], None] = lambda: None):

@@ -4,8 +4,8 @@ A storage counts with its own bytes, once, whatever views it has; what an alloca
 not counted, nor what an operation needs inside itself. Kinds are those of planner/memory.py. What nobody has said
 anything about is an activation.
 
-Without data an operation's result is its shape, which follows from those of its operands: PyTorch is asked once for each
-(some of its answers take a tenth of a millisecond), and then the shape is known.
+Without data an operation's result is its shape, which follows from those of its operands: PyTorch is asked once for
+each (some of its answers take a tenth of a millisecond), and then the shape is known.
 """
 
 import weakref
@@ -129,7 +129,8 @@ def _way(func) -> str | None:
     """new: makes its results. in place: writes to its first operand and gives that. None: a view, or something else."""
     schema = func._schema
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
-    if schema.returns and not any(writes) and all(one.alias_info is None and str(one.type) == "Tensor" for one in schema.returns):
+    makes = schema.returns and all(one.alias_info is None and str(one.type) == "Tensor" for one in schema.returns)
+    if makes and not any(writes):
         return "new"
     if writes[:1] == [True] and not any(writes[1:]) and len(schema.returns) == 1 and (
         schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags

@@ -66,7 +66,8 @@ def lines(found: Rehearsal) -> list[str]:
     sent, planned = found.sent(), plan.sent()
     out.append("sent           GiB a step and GPU, the most of any, rehearsed / planned: " + ", ".join(
         f"{what} {sum(links.values()) / GIB:.2f} / {sum(planned[what].values()) / GIB:.2f} "
-        f"({links['slow'] / GIB:.2f} / {planned[what]['slow'] / GIB:.2f} between nodes)" for what, links in sent.items()))
+        f"({links['slow'] / GIB:.2f} / {planned[what]['slow'] / GIB:.2f} between nodes)"
+        for what, links in sent.items()))
     worst = found.worst
     return [*out, f"messages of rank {worst.rank}, what: times, shape, type", *_messages(worst),
             f"alive at the peak of rank {worst.rank}, most bytes first: GiB, count, kind, shape, type", *_kept(worst)]
@@ -75,8 +76,8 @@ def lines(found: Rehearsal) -> list[str]:
 def _messages(one: Rehearsed) -> list[str]:
     out = []
     for what in sorted({what for what, _, _ in one.messages.shapes}):
-        shapes = sorted(((times, shape, dtype) for (w, shape, dtype), times in one.messages.shapes.items() if w == what),
-                        key=lambda s: -s[0] * torch.Size(s[1]).numel() * s[2].itemsize)
+        found = [(times, shape, dtype) for (w, shape, dtype), times in one.messages.shapes.items() if w == what]
+        shapes = sorted(found, key=lambda s: -s[0] * torch.Size(s[1]).numel() * s[2].itemsize)
         words = [f"{times:,} x {list(shape)} {_name(dtype)}" for times, shape, dtype in shapes[:MOST]]
         more = f", and {sum(s[0] for s in shapes[MOST:]):,} of {len(shapes) - MOST} other shapes"
         out.append(f"  {what}: " + ", ".join(words) + (more if len(shapes) > MOST else ""))

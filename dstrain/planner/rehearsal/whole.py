@@ -87,7 +87,8 @@ def rehearse(plan: Plan, tell: Callable[[str], None]) -> Rehearsal:
             except InputError as error:
                 raise InputError(f"rank {rank}: {error}") from error
             except Exception as error:
-                error.add_note(f"in the rehearsal of rank {rank} of {mesh.world_size}, pipeline rank {pp_rank}, {load} load")
+                where = f"rank {rank} of {mesh.world_size}, pipeline rank {pp_rank}, {load} load"
+                error.add_note(f"in the rehearsal of {where}")
                 raise
         tell(f"rehearsed rank {rank}, pipeline rank {pp_rank + 1} of {mesh.pp}: {one.seconds:.1f} s")
     for ranks in found.values():
@@ -96,7 +97,7 @@ def rehearse(plan: Plan, tell: Callable[[str], None]) -> Rehearsal:
 
 
 def agree(job: Job, ranks: list[Rehearsed]) -> None:
-    """Raises Disagreement unless what one rank sends another takes, and all ranks of a group call the same in one order."""
+    """Raises Disagreement unless what one rank sends another takes, and all ranks of a group call the same in order."""
     by_rank = {one.rank: one for one in ranks}
     for one in ranks:
         for (source, target), sent in one.messages.sent.items():

@@ -1,7 +1,8 @@
 """What the FP8 backends of a GPU make, as shapes: for a rehearsal on tensors without data, no choice of a run.
 
-Quantisers give the Triton kernels' layouts, an expert's columns filled up to whole tiles, and what lies between products is
-fused with them; products add to their result in place. Two copies of a weight, for Fprop and Dgrad, are kept in E4M3.
+Quantisers give the Triton kernels' layouts, an expert's columns filled up to whole tiles, and what lies between
+products is fused with them; products add to their result in place. Two copies of a weight, for Fprop and Dgrad, are
+kept in E4M3.
 """
 
 import torch

@@ -59,8 +59,8 @@ def plan(config: PlanConfig) -> int:
         raise InputError(
             f"rank {worst.rank} (pipeline rank {worst.pp_rank}) reaches "
             f"{worst.needs / GIB + cluster.reserved_gib:.2f} GiB in the rehearsal, "
-            f"{(worst.needs - rehearsed.room) / GIB:.2f} more than the {cluster.memory_gib:g} of cluster {cluster.name}; valid: "
-            "fewer units on its stages (parallel.stages), parallel.recompute=block or smaller micro-batches"
+            f"{(worst.needs - rehearsed.room) / GIB:.2f} more than the {cluster.memory_gib:g} of cluster {cluster.name}; "
+            "valid: fewer units on its stages (parallel.stages), parallel.recompute=block or smaller micro-batches"
         )
     return 0
 

@@ -23,7 +23,7 @@ def kept_bytes(job: Job, unit: Unit) -> float:
     block = block_bytes(job, unit)
     if job.config.parallel.recompute == "block":  # its input, and the way of its tokens
         is_moe = unit.layer(model) >= model.first_k_dense_replace
-        block = hidden + (tokens * model.num_experts_per_tok * 6 * ID if is_moe else 0)
+        block = hidden + (tokens * model.num_experts_per_tok * (_route_bytes(job) + job.formats.wide) if is_moe else 0)
     if unit.kind == "block":
         return block
     merge = 4 * hidden + 2 * tokens * job.formats.wide  # embedding, state, and both normalised side by side
@@ -59,7 +59,12 @@ def _router_bytes(job: Job) -> float:
     """A token's: scores, their sums, top-k weights and ids on their way, and the gate's input where that is a copy."""
     model, wide = job.config.model, job.formats.wide
     copy = 0 if job.formats.fp8 or job.formats.compute == wide else model.hidden_size * wide
-    return copy + model.n_routed_experts * wide + model.num_experts_per_tok * (2 * wide + 6 * ID)
+    return copy + model.n_routed_experts * wide + model.num_experts_per_tok * (2 * wide + _route_bytes(job))
+
+
+def _route_bytes(job: Job) -> int:
+    """Of a token's way to one expert: ids and places; where experts are on other ranks too, places at both ends."""
+    return 3 * ID + 1 if job.config.parallel.ep == 1 else 6 * ID
 
 
 def experts_bytes(job: Job, is_moe: bool) -> float:

@@ -5,8 +5,8 @@
 
 Keys with a dot are overrides of `dstrain train`. A round is, one after the other on the same disk:
 
-    disk     the same number of bytes written by one plain sequential loop into one file and forced to the disk, and read
-             again after the page cache has let go of them
+    disk     the same number of bytes written by one plain sequential loop into one file and forced to the disk, and
+             read again after the page cache has let go of them
     save     while nothing else runs: how long `save` keeps its caller, and until the checkpoint is durable
     behind   a save with steps going on: how much longer these take than the steps before it, until it is durable
     restore  of a checkpoint that the page cache has let go of: the check of all its bytes, and the loading
@@ -76,7 +76,8 @@ class Bench:
 
         torch.set_num_threads(int(options["threads"]))
         config = compose("train", [
-            f"model={options['model']}", f"precision={options['precision']}", f"data.sequence_length={options['sequence']}",
+            f"model={options['model']}", f"precision={options['precision']}",
+            f"data.sequence_length={options['sequence']}",
             f"batch.sequences={options['batch']}", f"batch.micro_sequences={options['batch']}", *overrides,
         ])[0]
         device = torch.device("cpu")
@@ -196,8 +197,8 @@ def table(options: dict, overrides: list[str], s: dict) -> str:
         line("plain write and fsync", s["disk_write"]),
         line("save, until durable", s["durable"], f"{s['write_rate_share']:.2f} of the plain write's rate"),
         line("the caller stands still", s["still"], f"{s['still_share']:.1%} of that", rate=False),
-        line("the same, first save", s["first_still"], f"{s['first_still_share']:.1%} of its {s['first_durable']:.3f} s",
-             rate=False),
+        line("the same, first save", s["first_still"],
+             f"{s['first_still_share']:.1%} of its {s['first_durable']:.3f} s", rate=False),
         line(f"save behind {s['steps_behind']:g} steps of {s['step']:.3f} s, until durable", s["behind_durable"]),
         line("these steps took longer by", s["slower"],
              f"with standing still {s['lost_share']:.1%} of the time until durable", rate=False),

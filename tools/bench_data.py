@@ -5,8 +5,9 @@
     python tools/bench_data.py parts=prepare megabytes=64 threads=2 out=tools/results/data_cpu.md
 
 start    From "imports are done" to the first batch, as `dstrain train` gets there: token files and tokenizer opened and
-         checked, the first order drawn. The set's documents have geometrically distributed lengths; its tokens are a hole
-         in a sparse file. Memory: the process's peak above what it had after the imports and above the mapped index.
+         checked, the first order drawn. The set's documents have geometrically distributed lengths; its tokens are a
+         hole in a sparse file. Memory: the process's peak above what it had after the imports and above the mapped
+         index.
          `one` source, the same with `fim` and a `mixture` of five (each with its own index).
 loader   What of a step is the loader's: the samples of its batch, checked, as micro-batches with masks, beside a whole
          training step of `model`, in one process, by turns; from the same set.
@@ -14,8 +15,8 @@ prepare  Source code as JSON lines into token files by `dstrain prepare` beside 
          `encode_batch` in one process with the same processors: reading and parsing the same file, and ids as lists.
          A second size, a tenth, gives the share that is start-up; rates are of the difference.
 
-Every measurement is a process of its own, by turns over `rounds`; medians. clock=cpu: processor time of a process and its
-children, for a machine that others use too. The last line is JSON.
+Every measurement is a process of its own, by turns over `rounds`; medians. clock=cpu: processor time of a process and
+its children, for a machine that others use too. The last line is JSON.
 """
 
 import json
@@ -69,8 +70,8 @@ def main() -> None:
 
 
 def heading(options: dict) -> str:
-    return (f"{options['threads']} threads, clock={options['clock']}; {cpu_name()}, torch {version('torch')}, tokenizers "
-            f"{version('tokenizers')}, {date.today()}; medians of {options['rounds']} rounds")
+    return (f"{options['threads']} threads, clock={options['clock']}; {cpu_name()}, torch {version('torch')}, "
+            f"tokenizers {version('tokenizers')}, {date.today()}; medians of {options['rounds']} rounds")
 
 
 def say(text: str) -> None:
@@ -100,11 +101,14 @@ def make_set(folder: Path, documents: int, tokens: int) -> None:
 
 def overrides(kind: str, options: dict, folder: Path) -> list[str]:
     """Of `dstrain train`, for a stream of one kind: one, mask, fim, mixture."""
-    sources = ",".join(f"{{name: s{n}, task: code, share: {1 + n}, train: {folder / f'set{n}'}}}" for n in range(MIXTURE))
+    sources = ",".join(
+        f"{{name: s{n}, task: code, share: {1 + n}, train: {folder / f'set{n}'}}}" for n in range(MIXTURE)
+    )
     given = f"data.sources=[{sources}]" if kind == "mixture" else f"data.train={folder / 'set'}"
     return [
-        f"model={options['model']}", f"precision={options['precision']}", "data=files" if kind != "mixture" else "data=mixture",
-        given, f"data.tokenizer={folder / 'tokenizer.json'}", f"data.sequence_length={options['sequence']}",
+        f"model={options['model']}", f"precision={options['precision']}",
+        "data=mixture" if kind == "mixture" else "data=files", given,
+        f"data.tokenizer={folder / 'tokenizer.json'}", f"data.sequence_length={options['sequence']}",
         f"batch.sequences={options['batch']}", f"batch.micro_sequences={options['batch']}",
         f"data.fim_rate={0.1 if kind == 'fim' else 0}", f"data.document_mask={'true' if kind == 'mask' else 'false'}",
     ]
@@ -168,8 +172,9 @@ def prefixes_of(config) -> list[str]:
 
 def start_table(options: dict, results: dict) -> str:
     lines = [
-        f"Start: {float(options['tokens']):,.0f} tokens in {float(options['documents']):,.0f} documents (a source of the mixture "
-        "too)", "", "| data | s to the first batch | peak above imports and index, MB | kept, MB | index, MB |",
+        f"Start: {float(options['tokens']):,.0f} tokens in {float(options['documents']):,.0f} documents (a source "
+        "of the mixture too)", "",
+        "| data | s to the first batch | peak above imports and index, MB | kept, MB | index, MB |",
         "|---|---|---|---|---|",
     ]
     for kind, r in results.items():
@@ -276,7 +281,7 @@ def library_texts() -> list[str]:
 
 
 def write_lines(path: Path, texts: list[str], size: float) -> int:
-    """Texts as JSON lines until they hold `size` bytes, again from the first where they do not suffice. -> their bytes."""
+    """Texts as JSON lines until they hold `size` bytes, again from the first where they are too few. -> their bytes."""
     done = 0
     with open(path, "w") as file:
         while done < size:
@@ -328,8 +333,9 @@ def children_seconds() -> float:
 
 def prepare_table(options: dict, results: dict) -> str:
     lines = [
-        f"Prepare: {results['megabytes']:.0f} MB of source code as JSON lines, {options['threads']} processes or threads, "
-        f"vocabulary {options['vocab_size']}", "", "| who | s | of it start-up | MB/s | time of ours |", "|---|---|---|---|---|",
+        f"Prepare: {results['megabytes']:.0f} MB of source code as JSON lines, {options['threads']} processes or "
+        f"threads, vocabulary {options['vocab_size']}", "", "| who | s | of it start-up | MB/s | time of ours |",
+        "|---|---|---|---|---|",
     ]
     for name in ("prepare", "encode_batch", "encode_batch_fast"):
         r, times = results[name], results.get(f"times_of_{name}")

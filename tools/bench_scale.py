@@ -12,8 +12,8 @@ process's memory in its steps above what it had before the model. clock=cpu coun
 
     experts    `tokens` tokens in one micro-batch, top-k and all sizes fixed: activated parameters do not grow
     sequence   one sequence
-    layers, mtp, ranks    `batch` sequences; for ranks at least four a rank, one by one: experts spread (ep), copies (dp),
-               stages (pp)
+    layers, mtp, ranks    `batch` sequences; for ranks at least four a rank, one by one: experts spread (ep), copies
+               (dp), stages (pp)
 
 The last line is JSON.
 """
@@ -73,8 +73,9 @@ def points_of(axis: str, options: dict, overrides: list[str]) -> list[dict]:
     length, batch, tokens = (int(options[key]) for key in ("length", "batch", "tokens"))
     points, most_ranks = [], max(map(int, options["ranks"].split(",")))
 
-    def add(x: int, *more: str, series: str = "", ranks: int = 1, length: int = length, sequences: int = batch, micro: int = 0):
-        points.append({"axis": axis, "series": series, "x": x, "ranks": ranks, "tokens": length * sequences, "overrides": [
+    def add(x: int, *more: str, series="", ranks=1, length=length, sequences=batch, micro=0) -> None:
+        tokens = length * sequences
+        points.append({"axis": axis, "series": series, "x": x, "ranks": ranks, "tokens": tokens, "overrides": [
             f"model={options['model']}", f"precision={options['precision']}", f"data.sequence_length={length}",
             f"batch.sequences={sequences}", f"batch.micro_sequences={micro or sequences}", "run.device=cpu",
             "model.mtp_depth_weights=null", *overrides, *more,
@@ -92,7 +93,8 @@ def points_of(axis: str, options: dict, overrides: list[str]) -> list[dict]:
         else:
             keys = {"ep": [f"parallel.ep={x}"], "dp": [], "pp": [f"parallel.pp={x}", "parallel.schedule=1f1b"]}
             for layout in options["layouts"].split(","):
-                add(x, *(keys[layout] if x > 1 else []), series=layout, ranks=x, sequences=max(batch, 4 * most_ranks), micro=1)
+                chosen, sequences = keys[layout] if x > 1 else [], max(batch, 4 * most_ranks)
+                add(x, *chosen, series=layout, ranks=x, sequences=sequences, micro=1)
     return points
 
 
@@ -106,7 +108,8 @@ def measure_axis(points: list[dict], options: dict) -> list[dict]:
             worst = {key: max(result[key] for result in of_ranks) for key in of_ranks[0]}
             results.append(worst)
             print(f"{point['axis']} {point['series']} {point['x']}, round {number + 1}: forward and backward "
-                  f"{worst['passes']:.2f} s, step {worst['step']:.2f} s, {worst['peak'] / 2**30:.2f} GiB", file=sys.stderr)
+                  f"{worst['passes']:.2f} s, step {worst['step']:.2f} s, {worst['peak'] / 2**30:.2f} GiB",
+                  file=sys.stderr)
     rows = []
     for point, results in zip(points, rounds):
         medians = {key: statistics.median(result[key] for result in results) for key in ("passes", "step")}
@@ -195,7 +198,8 @@ def summarise(axes: dict[str, list[dict]]) -> dict:
     if len(lengths := axes.get("sequence", [])) > 2:
         points = [(row["x"], row["peak"]) for row in lengths]
         first, slope, residual = line_through(points)
-        summary |= {"sequence_bytes_per_token": slope, "sequence_bytes_fixed": first, "sequence_memory_residual": residual}
+        summary |= {"sequence_bytes_per_token": slope, "sequence_bytes_fixed": first,
+                    "sequence_memory_residual": residual}
     return summary
 
 
@@ -205,16 +209,16 @@ def table(options: dict, axes: dict[str, list[dict]], summary: dict) -> str:
         f"{cpu_name()}, torch {version('torch')}, {date.today()}; medians of {options['rounds']} interleaved rounds"
     ]
     for axis, rows in axes.items():
-        text += ["", f"| {X_NAMES[axis]} | tokens | forward + backward, s | step, s | weights, gradients, optimizer, GiB "
-                 "| peak above the start, GiB |", "|---|---|---|---|---|---|"]
+        text += ["", f"| {X_NAMES[axis]} | tokens | forward + backward, s | step, s "
+                 "| weights, gradients, optimizer, GiB | peak above the start, GiB |", "|---|---|---|---|---|---|"]
         for row in rows:
             name = f"{row['x']} {row['series']}".strip()
             text.append(f"| {name} | {row['tokens']:,} | {row['passes']:.2f} | {row['step']:.2f} "
                         f"| {row['state'] / 2**30:.2f} | {row['peak'] / 2**30:.2f} |")
     if "experts_time_ratio" in summary:
         few, many = summary["experts"]
-        text += ["", f"{many} experts take {summary['experts_time_ratio']:.2f} times the time of {few}; weights, gradients "
-                 f"and optimizer are {summary['experts_state_ratio']:.1f} times as large."]
+        text += ["", f"{many} experts take {summary['experts_time_ratio']:.2f} times the time of {few}; weights, "
+                 f"gradients and optimizer are {summary['experts_state_ratio']:.1f} times as large."]
     if "sequence_memory_residual" in summary:
         text += ["", f"Memory by sequence length: {summary['sequence_bytes_fixed'] / 2**30:.2f} GiB and "
                  f"{summary['sequence_bytes_per_token'] / 2**10:,.0f} KiB a token; the line misses by at most "

@@ -35,7 +35,7 @@ class SafetensorsWriter:
     """A safetensors file of the given tensors; each is then written whole, or in pieces of its leading dimension."""
 
     def __init__(self, path: Path, tensors: TensorKinds, metadata: dict[str, str] | None = None, state=None):
-        """state: one of hashlib's, which gets the bytes of the file; then tensors are written in the order of `names`."""
+        """state: one of hashlib's, which gets the bytes of the file; then tensors come in the order of `names`."""
         header: dict = {"__metadata__": {"format": "pt", **(metadata or {})}}  # "pt" is what transformers requires
         self._begins: dict[str, int] = {}
         self._missing: dict[str, int] = {}  # bytes not written yet
@@ -76,7 +76,7 @@ class SafetensorsWriter:
     def _put(self, begin: int, data: memoryview) -> None:
         if begin != self._place:
             if self._state is not None:
-                raise ValueError(f"byte {begin} comes after byte {self._place}, and their checksum follows the file's order")
+                raise ValueError(f"byte {begin} after byte {self._place}: the checksum follows the file's order")
             self._file.seek(begin)
             self._place = self._told = begin
         while data:

@@ -1,8 +1,8 @@
 """Host memory that a save copies its tensors into, so that training goes on while they are written.
 
 Training waits for the copy, and most of a copy into new memory is the kernel handing out that memory page by page: kept
-from save to save it takes a fifth of the time. (Huge pages would be handed out faster, where there are any: on a machine
-that has run for a while the kernel first has to make room for them.)
+from save to save it takes a fifth of the time. (Huge pages would be handed out faster, where there are any: on a
+machine that has run for a while the kernel first has to make room for them.)
 """
 
 import os

@@ -59,7 +59,8 @@ class IndexedDataset:
         self.num_documents = entries - 1
         self.num_tokens = self._starts.total
         self._itemsize = np.dtype(dtype).itemsize
-        self.tokens = np.asarray(np.memmap(self.bin_path, dtype, "r")) if bin_size else np.zeros(0, dtype)  # the whole .bin
+        # The whole .bin.
+        self.tokens = np.asarray(np.memmap(self.bin_path, dtype, "r")) if bin_size else np.zeros(0, dtype)
 
     def __reduce__(self):
         # A worker process maps the files again: pickling a memory map would copy it whole.
@@ -103,9 +104,13 @@ class IndexedDataset:
         for first in range(0, sequences, AT_ONCE):
             lengths, pointers = (array[first : first + AT_ONCE] for array in (self._lengths, self._pointers))
             if lengths.min() < 0 or pointers.min() < 0:
-                raise InputError(f"{path}: corrupt: negative sequence length or byte position found, expected 0 or more")
+                raise InputError(
+                    f"{path}: corrupt: negative sequence length or byte position found, expected 0 or more"
+                )
             if np.any(pointers & (itemsize - 1)):  # of a power of two; a remainder takes ten times as long
-                raise InputError(f"{path}: corrupt: a byte position is no multiple of the {itemsize} bytes of a token id")
+                raise InputError(
+                    f"{path}: corrupt: a byte position is no multiple of the {itemsize} bytes of a token id"
+                )
             if pointers.max() > 2**62:  # the sum below would overflow
                 raise InputError(f"{path}: corrupt: byte position {pointers.max()} found, {bin_size} bytes are there")
             expected = max(expected, int((pointers + lengths * np.int64(itemsize)).max()))

@@ -89,7 +89,7 @@ class AsStored:
 
 
 class _Order:
-    """Documents of an epoch in one order: `documents`, of any integer type, or as they are numbered where it is None."""
+    """Documents of an epoch in one order: `documents`, of any integer type; None: as they are numbered."""
 
     def __init__(self, epochs: Epochs, epoch: int, count: int, documents: np.ndarray | None):
         self.epochs, self.epoch, self.documents = epochs, epoch, documents

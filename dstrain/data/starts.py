@@ -28,7 +28,7 @@ class Starts:
         return int(self._kept[block]) + int(self._lengths(slice(block * BLOCK, piece)).sum(dtype=np.int64))
 
     def find(self, position: int) -> tuple[int, int]:
-        """The last piece that begins at `position` or before it, and where it begins; (count, total) from the end on."""
+        """The last piece that begins at `position` or before, and where it begins; (count, total) from the end on."""
         if position >= self.total:
             return self.count, self.total
         block = int(np.searchsorted(self._kept, position, side="right")) - 1

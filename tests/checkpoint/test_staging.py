@@ -14,8 +14,9 @@ from dstrain.checkpoint.tensors import Piece
 def kinds():
     wide = torch.arange(24.0).view(4, 6)
     return {
-        "odd": torch.arange(7, dtype=torch.uint8), "wide": wide.double(), "strided": wide.t()[1:4], "scalar": torch.tensor(3),
-        "empty": torch.zeros(0, 5), "flags": torch.tensor([True, False, True]), "half": wide.bfloat16(),
+        "odd": torch.arange(7, dtype=torch.uint8), "wide": wide.double(), "strided": wide.t()[1:4],
+        "scalar": torch.tensor(3), "empty": torch.zeros(0, 5),
+        "flags": torch.tensor([True, False, True]), "half": wide.bfloat16(),
         "fp8": wide.to(torch.float8_e4m3fn), "part": Piece(wide[1:3], (8, 6), (4, 0)),
     }
 

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import bench_data  # noqa: E402
 
 OPTIONS = bench_data.DEFAULTS | {
-    "documents": "3e3", "tokens": "1e5", "sequence": "16", "batch": "2", "model": "tiny", "precision": "fp32", "threads": "1",
-    "rounds": "2",
+    "documents": "3e3", "tokens": "1e5", "sequence": "16", "batch": "2", "model": "tiny", "precision": "fp32",
+    "threads": "1", "rounds": "2",
 }
 
 

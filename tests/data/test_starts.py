@@ -85,7 +85,8 @@ def test_what_is_done_in_parts_does_not_depend_on_their_size(monkeypatch, at_onc
 
 @pytest.mark.parametrize("sequence", range(5))
 @pytest.mark.parametrize("what, form, offset, size, words", [
-    ("length", "<i", 34, 4, "negative"), ("pointer", "<q", 34 + 20, 8, "negative"), ("document", "<q", 34 + 60 + 8, 8, "rising"),
+    ("length", "<i", 34, 4, "negative"), ("pointer", "<q", 34 + 20, 8, "negative"),
+    ("document", "<q", 34 + 60 + 8, 8, "rising"),
 ])
 def test_damage_is_found_in_every_part_of_an_index(tmp_path, monkeypatch, sequence, what, form, offset, size, words):
     monkeypatch.setattr(indexed, "AT_ONCE", 2)

@@ -7,11 +7,13 @@
 
 Every contestant is a process of its own with the weights of one checkpoint, transformers with those of its export, in its
 fastest setting. Each round all of them continue the same prompts greedily, one after the other, and medians of the
-rounds are compared. Prompts are random tokens, or with `checkpoint` the beginnings of held-out documents: of the run's own
-corpus, or of the token files `heldout`. A step is one pass of the main model; with drafts it gives 1 + a tokens and
+rounds are compared. Prompts are random tokens, or with `checkpoint` pieces of held-out documents, evenly spread over the
+run's own corpus or the token files `heldout`. A step is one pass of the main model; with drafts it gives 1 + a tokens and
 takes c times as long, so that (1 + a) / c is to be expected; what is measured is tokens per second.
 """
 
+import bisect
+import itertools
 import json
 import multiprocessing
 import os
@@ -101,10 +103,13 @@ def prompts_of(options: dict, checkpoint: str, count: int) -> list[list[int]]:
         draw = torch.Generator().manual_seed(0)
         return torch.randint(0, config.model.vocab_size, (count, length), generator=draw).tolist()
     documents = IndexedDataset(options["heldout"] or open_corpus(config.data).heldout)
-    long = [i for i, tokens in enumerate(documents.document_lengths) if tokens > length]
-    if len(long) < count:
-        sys.exit(f"{documents.prefix}: {len(long)} documents of more than {length} tokens; {count} are needed")
-    return [documents.read(long[i * len(long) // count], 0, length).tolist() for i in range(count)]
+    places = [max(int(tokens) - length + 1, 0) for tokens in documents.document_lengths]  # where a prompt may begin
+    ends = list(itertools.accumulate(places))
+    if ends[-1] < count:
+        sys.exit(f"{documents.prefix}: {ends[-1]} places for a prompt of {length} tokens; {count} are needed")
+    chosen = [i * ends[-1] // count for i in range(count)]
+    numbers = [bisect.bisect_right(ends, place) for place in chosen]
+    return [documents.read(n, place - ends[n] + places[n], length).tolist() for n, place in zip(numbers, chosen)]
 
 
 def compare(options: dict, checkpoint: str, folder: Path, precision: str, batch: int) -> list[dict]:

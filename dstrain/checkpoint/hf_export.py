@@ -30,7 +30,7 @@ from dstrain.checkpoint.weights import EMA, MASTER, require_average
 from dstrain.config.compose import load_train_config
 from dstrain.config.errors import InputError
 from dstrain.config.schema import ExportConfig, ModelConfig
-from dstrain.config.validate import parse_size
+from dstrain.config.checks import parse_size
 from dstrain.data.tokenizer import Tokenizer
 from dstrain.precision.fp8_blocks import FP8, quantize_blocks, scale_shape
 

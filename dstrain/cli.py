@@ -214,18 +214,20 @@ def command_help(name: str, overrides: list[str]) -> str:
 
     The values are those that the other overrides of the command line lead to, so `model=small --help` shows small's.
     """
-    from dstrain.config import compose
+    from dstrain.config.compose import default_choices, values
+    from dstrain.config.overrides import COMMANDS as SCHEMAS
+    from dstrain.config.overrides import groups
 
     command = COMMANDS[name]
     lines = [f"dstrain {name}: {command.summary}", "", f"usage: dstrain {name} [key=value …]",
              f"example: dstrain {name} {command.example}"]
     keys = command.keys or name
-    schema = compose.COMMANDS[keys]
-    plain = compose.values(keys, overrides)
-    default = compose.default_choices(keys)
+    schema = SCHEMAS[keys]
+    plain = values(keys, overrides)
+    default = default_choices(keys)
     if default:
         lines += ["", "groups, one file of configs/ each:"]
-        for group, choices in compose.groups(keys).items():
+        for group, choices in groups(keys).items():
             lines.append(f"  {group}={'|'.join(choices)}  (default {default.get(group, 'none')})")
     lines += ["", "keys, their values here, and what they take:"]
     return "\n".join(lines + _key_lines(schema, plain, ""))

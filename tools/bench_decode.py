@@ -92,7 +92,7 @@ def prompts_of(options: dict, checkpoint: str, count: int) -> list[list[int]]:
 
     from dstrain.checkpoint.find import find_checkpoint
     from dstrain.checkpoint.store import CheckpointStore
-    from dstrain.config.compose import load_train_config
+    from dstrain.config.run_files import load_train_config
     from dstrain.data.corpus import open_corpus
     from dstrain.data.indexed import IndexedDataset
 

@@ -20,3 +20,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 class StoppedElsewhere(Exception):
     """Another rank has bad input and says so; this one ends silently with the same exit code, 2."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a message, which in Hydra and OmegaConf is the one that tells."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -9,7 +9,7 @@ import torch
 from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.store import CheckpointStore
 from dstrain.checkpoint.weights import load_weights_of
-from dstrain.config.compose import load_train_config
+from dstrain.config.run_files import load_train_config
 from dstrain.config.schema import TrainConfig
 from dstrain.data.tokenizer import Tokenizer
 from dstrain.model.model import Model

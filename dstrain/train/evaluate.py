@@ -22,7 +22,7 @@ from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.hf_tokenizer import TOKENIZER
 from dstrain.checkpoint.store import FILES, CheckpointStore
 from dstrain.checkpoint.weights import load_weights_of
-from dstrain.config.compose import load_train_config
+from dstrain.config.run_files import load_train_config
 from dstrain.config.errors import InputError
 from dstrain.config.schema import EvaluateConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dstrain.config.validate import validate

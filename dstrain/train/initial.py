@@ -14,7 +14,7 @@ from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.hf_tokenizer import CARRIED, TOKENIZER
 from dstrain.checkpoint.store import FILES, CheckpointStore
 from dstrain.config.build import build, plain_of
-from dstrain.config.compose import differences
+from dstrain.config.run_files import differences
 from dstrain.config.errors import InputError
 from dstrain.config.schema import ModelConfig, TrainConfig
 from dstrain.model.model import Model
@@ -32,7 +32,7 @@ def own_checkpoint(run_dir: str, run_name: str) -> Path | None:
 def adopt(plain: dict, overrides: list[Any]) -> dict:
     """`plain`, a train configuration as containers, with the model of its checkpoint.initial in place of its own.
 
-    overrides: what the user asked for (`compose.Override`). Single keys of the model count on top of the checkpoint's;
+    overrides: what the user asked for (`overrides.Override`). Single keys of the model count on top of the checkpoint's;
     InputError where they, or an explicit `model=`, make it another architecture. The MTP depth may be 0 or larger.
     """
     where, run = plain["checkpoint"]["initial"], plain["run"]

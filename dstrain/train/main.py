@@ -11,7 +11,7 @@ import yaml
 
 from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.store import CheckpointStore
-from dstrain.config.compose import differences, save_run_config
+from dstrain.config.run_files import differences, save_run_config
 from dstrain.config.build import build
 from dstrain.config.errors import InputError
 from dstrain.config.schema import DataConfig, ModelConfig, TrainConfig

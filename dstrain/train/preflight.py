@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dstrain.config.compose import config_folder
+from dstrain.config.overrides import config_folder
 from dstrain.config.errors import InputError, StoppedElsewhere
 from dstrain.parallel.group import Group
 from dstrain.parallel.layout import Layout

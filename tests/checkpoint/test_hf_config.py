@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoConfig
 
 from dstrain.checkpoint.hf_config import from_hugging_face, to_hugging_face
-from dstrain.config.compose import compose, groups
+from dstrain.config.compose import compose
+from dstrain.config.overrides import groups
 from dstrain.config.schema import ModelConfig, YarnConfig
 
 

@@ -8,15 +8,11 @@ import pytest
 import yaml
 
 from dstrain.config import compose as compose_module
-from dstrain.config.compose import (
-    compose,
-    default_choices,
-    differences,
-    groups,
-    load_train_config,
-    save_run_config,
-)
+from dstrain.config import overrides as overrides_module
+from dstrain.config.compose import compose, default_choices
 from dstrain.config.errors import InputError
+from dstrain.config.overrides import groups
+from dstrain.config.run_files import differences, load_train_config, save_run_config
 
 
 @pytest.fixture(autouse=True)
@@ -203,13 +199,14 @@ def copied_configs(tmp_path, monkeypatch):
     import shutil
 
     folder = tmp_path / "configs"
-    shutil.copytree(compose_module.config_folder(), folder)
-    monkeypatch.setattr(compose_module, "config_folder", lambda: folder)
+    shutil.copytree(overrides_module.config_folder(), folder)
+    for module in (compose_module, overrides_module):
+        monkeypatch.setattr(module, "config_folder", lambda: folder)
     return folder
 
 
 def test_missing_folder_of_configurations_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(compose_module, "__file__", str(tmp_path / "a" / "b" / "compose.py"))
+    monkeypatch.setattr(overrides_module, "__file__", str(tmp_path / "a" / "b" / "overrides.py"))
     assert "configs: the folder of configuration files is missing" in refusal("train")
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dstrain.config.compose import compose, groups
+from dstrain.config.compose import compose
+from dstrain.config.overrides import groups
 from dstrain.config.schema import ModelConfig
 from dstrain.model.unit import list_units
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import make_config, run
 
 from dstrain.cli import main
-from dstrain.config.compose import load_train_config
+from dstrain.config.run_files import load_train_config
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ Medians over rounds; the first save, which has to get its memory, is told apart.
 
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile

@@ -152,7 +152,7 @@ def start(options: dict, folder: Path) -> dict:
 
 def start_once(pipe, options: dict, keys: list[str]) -> None:
     from dstrain.config.compose import compose
-    from dstrain.train.main import open_data
+    from dstrain.train.run_data import open_data
 
     config = compose("train", keys)[0]
     index = sum(os.path.getsize(f"{prefix}.idx") for prefix in prefixes_of(config))
@@ -198,7 +198,7 @@ def load(pipe, options: dict, keys: dict[str, list[str]]) -> None:
 
     from dstrain.config.compose import compose
     from dstrain.model.batch import MicroBatch
-    from dstrain.train.main import open_data
+    from dstrain.train.run_data import open_data
 
     torch.set_num_threads(int(options["threads"]))
     configs = {kind: compose("train", of_kind)[0] for kind, of_kind in keys.items()}

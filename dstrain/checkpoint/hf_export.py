@@ -27,10 +27,10 @@ from dstrain.checkpoint.reader import CheckpointReader
 from dstrain.checkpoint.safetensors_file import SafetensorsWriter, TensorKinds, nbytes
 from dstrain.checkpoint.store import CheckpointStore
 from dstrain.checkpoint.weights import EMA, MASTER, require_average
-from dstrain.config.run_files import load_train_config
-from dstrain.config.errors import InputError
-from dstrain.config.schema import ExportConfig, ModelConfig
 from dstrain.config.checks import parse_size
+from dstrain.config.errors import InputError
+from dstrain.config.run_files import load_train_config
+from dstrain.config.schema import ExportConfig, ModelConfig
 from dstrain.data.tokenizer import Tokenizer
 from dstrain.precision.fp8_blocks import FP8, quantize_blocks, scale_shape
 

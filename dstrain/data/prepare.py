@@ -17,9 +17,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dstrain.config.checks import parse_size
 from dstrain.config.errors import InputError
 from dstrain.config.schema import PrepareConfig
-from dstrain.config.checks import parse_size
 from dstrain.data.documents import Documents, open_documents, row_of
 from dstrain.data.indexed import IndexedWriter
 from dstrain.data.shards import (

@@ -7,8 +7,8 @@ from torch import nn
 
 from dstrain.config.schema import ModelConfig
 from dstrain.model.router import Router
-from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.few import few_ffn
+from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.linear import GroupedLinear, Linear, grouped_mlp, join, mlp
 
 

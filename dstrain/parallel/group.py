@@ -97,21 +97,25 @@ class Group:
                    lambda: dist.broadcast_object_list(box, src=self.ranks[0], group=self.handle))
         return box[0]
 
-    def together(self, action: Callable[[], T], what: str) -> T:
-        """Runs `action` on every rank; where one has bad input none goes on alone.
+    def together(self, action: Callable[[], T], what: str, name_rank: bool = False) -> T:
+        """action() of this rank, once it has succeeded on all of them; where one has bad input none goes on alone.
 
-        The first rank with an InputError raises it, the others raise StoppedElsewhere, once all are done.
+        The first rank with an InputError raises it, the others raise StoppedElsewhere, once all are done. name_rank: its
+        line names the rank, unless all failed alike.
         """
-        result, error = None, None
+        result = error = None
         try:
             result = action()
         except InputError as caught:
             error = caught
-        failed = self.gather_objects(error is not None, what)
-        if True not in failed:
+        lines = self.gather_objects(None if error is None else str(error), what)
+        failed = [index for index, line in enumerate(lines) if line is not None]
+        if not failed:
             return result
-        if failed.index(True) != self.index:
+        if failed[0] != self.index:
             raise StoppedElsewhere
+        if name_rank and len(set(lines)) > 1:
+            raise InputError(f"rank {self.ranks[self.index]}: {error}") from error
         raise error
 
     def _start(self, start: Callable[[], dist.Work], what: str) -> Started:

@@ -18,8 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from dstrain.parallel.place import Place
 from dstrain.parallel.world import World
 

@@ -111,22 +111,7 @@ class World:
 
         The lowest rank that failed says why, and that it was this rank alone unless all failed alike.
         """
-        if self.size == 1:
-            return function()
-        result = error = None
-        try:
-            result = function()
-        except InputError as failure:
-            error = failure
-        lines = self.start_group.gather_objects(None if error is None else str(error), STARTING)
-        failed = [rank for rank, line in enumerate(lines) if line is not None]
-        if not failed:
-            return result
-        if failed[0] != self.rank:
-            raise StoppedElsewhere
-        if len(set(lines)) == 1:
-            raise error
-        raise InputError(f"rank {self.rank}: {error}") from error
+        return function() if self.size == 1 else self.start_group.together(function, STARTING, name_rank=True)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, pickled."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import yaml
 
 from dstrain.config.compose import compose
-from dstrain.config.overrides import config_folder
 from dstrain.config.errors import InputError, nearest
+from dstrain.config.overrides import config_folder
 from dstrain.parallel.schedules.pair import ORDER
 from dstrain.planner.job import Job
 from dstrain.planner.step import tail_seconds

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dstrain.config.checks import SCHEDULES
 from dstrain.config.errors import InputError
 from dstrain.config.schema import PlanConfig
-from dstrain.config.checks import SCHEDULES
 from dstrain.planner.job import Job
 from dstrain.planner.memory import GIB
 from dstrain.planner.plan import Plan

@@ -9,7 +9,7 @@ definition, which faster kernels are compared with.
 
 import torch
 
-from dstrain.precision.fp8_scales import E4M3_MAX, FP8, TILE, scale_of, to_e4m3
+from dstrain.precision.fp8_scales import FP8, TILE, scale_of, to_e4m3
 from dstrain.precision.pointwise import kernel
 
 BLOCK = TILE

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dstrain.precision import gemm
-from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.fp8_ffn import fp8_ffn
+from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.fp8_linear import fp8_linear, fp8_normed_linear, kept_weight
 from dstrain.precision.main_grad import now_or_deferred
 from dstrain.precision.pointwise import RMSNorm, swiglu

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -22,8 +21,8 @@ from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.hf_tokenizer import TOKENIZER
 from dstrain.checkpoint.store import FILES, CheckpointStore
 from dstrain.checkpoint.weights import load_weights_of
-from dstrain.config.run_files import load_train_config
 from dstrain.config.errors import InputError
+from dstrain.config.run_files import load_train_config
 from dstrain.config.schema import EvaluateConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dstrain.config.validate import validate
 from dstrain.data.corpus import cached_corpus, check_vocabulary, open_corpus
@@ -39,7 +38,7 @@ from dstrain.precision.policy import resolve_precision
 from dstrain.train.bias import max_violation
 from dstrain.train.evaluation import ExpertLoads, evaluate_heldout
 from dstrain.train.initial import with_tokenizer
-from dstrain.train.main import Checked
+from dstrain.train.run_data import Checked
 
 REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
 SLOW_TEXT = 2_000_000  # bytes whose encoding is announced

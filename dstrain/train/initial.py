@@ -14,8 +14,8 @@ from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.hf_tokenizer import CARRIED, TOKENIZER
 from dstrain.checkpoint.store import FILES, CheckpointStore
 from dstrain.config.build import build, plain_of
-from dstrain.config.run_files import differences
 from dstrain.config.errors import InputError
+from dstrain.config.run_files import differences
 from dstrain.config.schema import ModelConfig, TrainConfig
 from dstrain.model.model import Model
 from dstrain.train.optimizer import AdamW

@@ -1,7 +1,6 @@
 """`dstrain train`: builds everything a run needs, continues it from its newest checkpoint, and runs it."""
 
 import os
-import platform
 import shutil
 import sys
 from pathlib import Path
@@ -11,17 +10,12 @@ import yaml
 
 from dstrain.checkpoint.find import find_checkpoint
 from dstrain.checkpoint.store import CheckpointStore
-from dstrain.config.run_files import differences, save_run_config
 from dstrain.config.build import build
 from dstrain.config.errors import InputError
-from dstrain.config.schema import DataConfig, ModelConfig, TrainConfig
+from dstrain.config.run_files import differences, save_run_config
+from dstrain.config.schema import ModelConfig, TrainConfig
 from dstrain.data.corpus import Corpus, open_corpus
-from dstrain.data.indexed import IndexedDataset
-from dstrain.data.mixture import Mixture, open_stream
-from dstrain.data.samples import EvalWindows, SampleStream, check_ids
-from dstrain.data.tokenizer import Tokenizer
-from dstrain.model.count import Counts, count_parameters
-from dstrain.model.model import Model
+from dstrain.model.count import count_parameters
 from dstrain.parallel.device import pick_device
 from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.layout import Layout
@@ -30,15 +24,16 @@ from dstrain.precision.pointwise import compile_kernels
 from dstrain.precision.policy import Precision, resolve_precision
 from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.peak import peak_tflops
+from dstrain.telemetry.report import report_of_run
 from dstrain.telemetry.wandb_run import start_wandb
 from dstrain.train.ema import Ema
-from dstrain.telemetry.report import report_of_run
 from dstrain.train.initial import carried_files, own_checkpoint, start_from, with_tokenizer
 from dstrain.train.job import Job, RunFailure
 from dstrain.train.needs import check_memory, checkpoint_bytes
-from dstrain.train.optimizer import AdamW
-from dstrain.train.preflight import agree, code_digest, disk_lines, preflight
+from dstrain.train.preflight import agree, disk_lines, preflight
+from dstrain.train.run_data import open_data
 from dstrain.train.run_folder import FollowedFolder, RunFolder
+from dstrain.train.run_lines import about_the_run, report_end, report_resume, report_start
 from dstrain.train.state import RunState, architecture, build_state, initialise, restore
 from dstrain.train.step import Stepper
 from dstrain.train.trainer import Trainer
@@ -172,19 +167,6 @@ def place(config: TrainConfig, world: World) -> tuple[torch.device, Precision, L
     return device, precision, layout, check_memory(config, layout, precision, device, world)
 
 
-def open_data(config: TrainConfig, data: DataConfig) -> tuple[Corpus, Tokenizer, "Checked", "Checked | None"]:
-    """The corpus of `data`, which is built, its tokenizer, the training samples and the held-out windows."""
-    corpus = open_corpus(data)
-    tokenizer = Tokenizer.load(corpus.tokenizer)
-    check_tokenizer(tokenizer, corpus, config.model)
-    depth, length = config.model.num_nextn_predict_layers, config.data.sequence_length
-    check_length(config, corpus, length + 1 + depth)
-    stream, windows = Checked(open_stream(config, corpus, tokenizer), config.model, corpus.train), None
-    if corpus.heldout:
-        windows = Checked(EvalWindows(IndexedDataset(corpus.heldout), length, depth), config.model, corpus.heldout)
-    return corpus, tokenizer, stream, windows
-
-
 def initial_checkpoint(config: TrainConfig, console: RunConsole) -> Path | None:
     """Whose architecture and tokenizer the run takes: its own newest checkpoint's, else checkpoint.initial's."""
     where = config.checkpoint.initial
@@ -197,48 +179,10 @@ def initial_checkpoint(config: TrainConfig, console: RunConsole) -> Path | None:
     return own
 
 
-class Checked:
-    """Samples whose ids are known to lie inside the model's vocabulary."""
-
-    def __init__(self, samples: SampleStream | Mixture | EvalWindows, model: ModelConfig, where: str):
-        self.samples, self.vocab_size, self.where = samples, model.vocab_size, where
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def metrics(self, samples: int) -> dict:
-        return self.samples.metrics(samples)
-
-    def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, documents = self.samples.batch(first, count)
-        check_ids(tokens, self.vocab_size, self.where, first)
-        return tokens, documents
-
-
-def check_length(config: TrainConfig, corpus: Corpus, needed: int) -> None:
-    """InputError that names the user's text where it is shorter than one sample."""
-    if corpus.train_tokens < needed:
-        source = f"data.train={config.data.train}" if config.data.train else f"data.text={config.data.text}"
-        if config.data.sources is not None:
-            source = "data.sources"
-        raise InputError(
-            f"{source}: {corpus.train_tokens} training tokens, one sample needs {needed} (data.sequence_length="
-            f"{config.data.sequence_length} + 1 + MTP depth); give more text or a shorter sequence"
-        )
-
-
 def check_compiler(device: torch.device) -> None:
     if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", os.environ.get("CXX", "g++"))):
         raise InputError(
             "run.compile=true: torch.compile needs a C++ compiler on the CPU (g++ or clang++); valid: run.compile=false"
-        )
-
-
-def check_tokenizer(tokenizer: Tokenizer, corpus: Corpus, model: ModelConfig) -> None:
-    if tokenizer.vocab_size > model.vocab_size:
-        raise InputError(
-            f"tokenizer {corpus.tokenizer} has {tokenizer.vocab_size} ids, model.vocab_size is {model.vocab_size}; "
-            f"valid: model.vocab_size of at least {tokenizer.vocab_size}"
         )
 
 
@@ -256,53 +200,3 @@ def check_resumable(checkpoint: Path, config: TrainConfig, corpus: Corpus) -> tu
             "restore the data or choose another run.name"
         )
     return stored, meta
-
-
-def about_the_run(counts: Counts, layout: Layout) -> dict:
-    """What a record in W&B has beside the configuration."""
-    mesh = layout.mesh
-    return {
-        "code": {"digest": code_digest(), "python": platform.python_version(), "torch": torch.__version__},
-        "layout": {
-            "ranks": mesh.world_size, "pp": mesh.pp, "ep": mesh.ep, "edp": mesh.edp, "dp": mesh.dp, "lines": layout.lines(),
-        },
-        "parameters": {"main": counts.main, "total": counts.total, "activated": counts.activated},
-    }
-
-
-def report_resume(console: RunConsole, checkpoint: Path, state: RunState, changed: list[str]) -> None:
-    console.say(f"continuing from {checkpoint}: step {state.step}, {state.tokens:,} tokens")
-    for line in changed:
-        console.say(f"  changed since then: {line}")
-
-
-def report_start(console, config, counts, precision, device, corpus, folder, layout) -> None:
-    has = "" if precision.name == "bf16" else "no "
-    fp8 = f", backend {precision.fp8.name}, scales {config.precision.scales}" if precision.fp8 is not None else ""
-    asked = f" (auto: {device.type} has {has}BF16 instructions)" if config.precision.name == "auto" else ""
-    depth = config.model.num_nextn_predict_layers
-    mtp = f", MTP depth {depth} adds {counts.total - counts.main:,}" if depth else ""
-    end = f"{config.schedule.tokens:,.0f} tokens" if config.run.steps is None else f"step {config.run.steps}"
-    console.say(
-        f"model {config.model.name}: {counts.main:,} parameters, {counts.activated:,} activated per token{mtp}\n"
-        f"precision {precision.name}{asked}{fp8}, device {device.type}, {torch.get_num_threads()} threads\n"
-        f"data {corpus.name}: {corpus.train_tokens:,} training tokens, {corpus.heldout_tokens:,} held out\n"
-        f"batch {config.batch.sequences} x {config.data.sequence_length} tokens "
-        f"in micro-batches of {config.batch.micro_sequences}\n"
-        f"run until {end}, in {folder.path}"
-    )
-    for line in layout.lines():
-        console.say(line)
-
-
-def report_end(
-    console: RunConsole, word: str, folder: RunFolder, state: RunState, final: dict | None, corpus: Corpus
-) -> None:
-    if final is not None and corpus.gzip_bits_per_byte is not None:
-        console.say(
-            f"held-out text: {final['bits_per_byte']:.3f} bits per byte "
-            f"(gzip -9 {corpus.gzip_bits_per_byte:.3f}, xz -9 {corpus.xz_bits_per_byte:.3f} on the same files)"
-        )
-    console.say(
-        f"{word}: {state.step} steps, {state.tokens:,} tokens, {state.skipped} skipped; everything is in {folder.path}"
-    )

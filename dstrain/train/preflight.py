@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dstrain.config.overrides import config_folder
 from dstrain.config.errors import InputError, StoppedElsewhere
+from dstrain.config.overrides import config_folder
 from dstrain.parallel.group import Group
 from dstrain.parallel.layout import Layout
 from dstrain.parallel.world import World

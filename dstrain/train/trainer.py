@@ -14,11 +14,11 @@ from dstrain.config.schema import TrainConfig
 from dstrain.data.samples import EvalWindows
 from dstrain.model.count import flops_per_token
 from dstrain.model.model import Model
-from dstrain.telemetry.console import RunConsole
 from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.layout import Layout
 from dstrain.parallel.place import here
 from dstrain.parallel.watch import LEAVE
+from dstrain.telemetry.console import RunConsole
 from dstrain.telemetry.jsonl import JsonLines, NoLines
 from dstrain.telemetry.wandb_run import NoWandb, WandbRun
 from dstrain.train.evaluation import evaluate_heldout

@@ -5,8 +5,6 @@ every text; decoding without drafts, which test_decoder holds to the oracle, for
 know few tokens, so that drafts are accepted and rejected at every depth.
 """
 
-import itertools
-
 import pytest
 import torch
 from oracle import oracle, tiny_config

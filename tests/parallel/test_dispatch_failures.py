@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dstrain.parallel.dispatch import Done
 from dstrain.parallel.dispatch_all_to_all import AllToAllDispatcher
-from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.dispatch_nodes import NodeLimitedDispatcher
+from dstrain.parallel.group import CommunicationError
 from dstrain.parallel.payload import PAYLOADS
 
 CPU, COMPUTE = torch.device("cpu"), PAYLOADS["compute"]

@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import pytest
-import torch
 from pipelines import CONFIG, Rank, loss_weights, make_batches
 from ranks import spawn
 

@@ -17,8 +17,8 @@ from dstrain.config.errors import InputError
 from dstrain.precision import e5m6, fp8_blocks, fp8_gemm, fp8_tiles
 from dstrain.precision.backends import deep_gemm, requirements, torch_scaled_mm, transformer_engine, triton_kernels
 from dstrain.precision.backends.emulated import Emulated
-from dstrain.precision.fp8_gemm import BACKENDS, Scaled
 from dstrain.precision.fp8_ffn import fp8_ffn
+from dstrain.precision.fp8_gemm import BACKENDS, Scaled
 from dstrain.precision.fp8_linear import fp8_linear, fp8_normed_linear
 from dstrain.precision.pointwise import RMSNorm
 

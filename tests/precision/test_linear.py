@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from helpers import compiled_kernels
 
+from dstrain.precision import pointwise
 from dstrain.precision.linear import Embedding, GroupedLinear, Linear
 from dstrain.precision.main_grad import WeightGradQueue, attach_main_grads, deferred
-from dstrain.precision import pointwise
 from dstrain.precision.pointwise import RMSNorm, swiglu
 
 

@@ -10,8 +10,8 @@ from helpers import make_config, metrics, run, status
 
 from dstrain.config.schema import GuardConfig
 from dstrain.data.samples import SampleStream
-from dstrain.precision.policy import PRECISIONS
 from dstrain.parallel.dispatch import LocalDispatcher
+from dstrain.precision.policy import PRECISIONS
 from dstrain.train.ema import Ema
 from dstrain.train.guard import is_spike, remember
 from dstrain.train.state import RunState, build_state, initialise, run_tensors

@@ -209,7 +209,7 @@ def test_every_batch_of_training_and_held_out_samples_is_checked_against_the_voc
     from dstrain.config.errors import InputError
     from dstrain.data.indexed import IndexedDataset, IndexedWriter
     from dstrain.data.samples import EvalWindows
-    from dstrain.train.main import Checked
+    from dstrain.train.run_data import Checked
 
     with IndexedWriter(str(tmp_path / "heldout")) as writer:
         writer.add_document([1, 2, 3, 4, 5, 6, 7, 8, 319, 320])

@@ -10,8 +10,8 @@ Every layout of stages is `stages_on`; the rest of the program asks it or `Sched
 
 from dataclasses import dataclass, field
 
-from dstrain.config.errors import InputError, nearest
 from dstrain.config.checks import SCHEDULES
+from dstrain.config.errors import InputError, nearest
 from dstrain.parallel.schedules.actions import Action, Schedule, Work
 
 NAMES = SCHEDULES

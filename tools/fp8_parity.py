@@ -86,7 +86,7 @@ def train(name: str, options: dict) -> None:
 
 
 def take_a_mantissa_bit() -> None:
-    """From now on every E4M3 number of this process has 2 bits of mantissa: its code's last bit is 0."""
+    """From now on every E4M3 number of this process, rounded as ever, loses the last bit of its mantissa: it is cleared."""
     import torch
 
     from dstrain.precision import fp8_blocks, fp8_scales, fp8_tiles
@@ -94,10 +94,10 @@ def take_a_mantissa_bit() -> None:
     def to_e4m2(values, scale):
         quotient = values / scale
         bits = quotient.view(torch.int32)
-        normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21 << 21).view(torch.float32)  # to nearest even
-        subnormal = (quotient * 256).round() / 256  # below 2^-6: steps of 2^-8 instead of 2^-9
-        rounded = torch.where(quotient.abs() < 2.0**-6, subnormal, normal)
-        return torch.where(scale == scale, rounded, torch.nan).to(fp8_scales.FP8)
+        normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 21 << 21  # to E4M3 by nearest even, then without its last bit
+        subnormal = ((quotient * 512).round() / 2).trunc() / 256  # below 2^-6: steps of 2^-9, then of 2^-8
+        taken = torch.where(quotient.abs() < 2.0**-6, subnormal, normal.view(torch.float32))
+        return torch.where(scale == scale, taken, torch.nan).to(fp8_scales.FP8)
 
     fp8_tiles.to_e4m3 = fp8_blocks.to_e4m3 = to_e4m2
 

@@ -4,10 +4,9 @@ import torch
 
 from dstrain.model.attention import AttentionContext, LatentCache, Places
 from dstrain.model.block import Block, BlockPass, Dispatcher
-from dstrain.model.model import Model
+from dstrain.model.model import Few, Model
 from dstrain.model.rope import Rotary
 from dstrain.precision.few import FEW_TOKENS
-from dstrain.precision.policy import at_least_fp32
 
 PREFILL_TOKENS = 512  # new tokens at once: bounds the attention scores of a long prompt
 
@@ -17,8 +16,7 @@ class CachedBlocks:
 
     def __init__(self, model: Model, blocks: list[Block], dispatcher: Dispatcher, sequences: int, capacity: int):
         """capacity: tokens that a sequence may have in all."""
-        self.few = model.few
-        self.blocks, self.dispatcher, self.capacity = blocks, dispatcher, capacity
+        self.model, self.blocks, self.dispatcher, self.capacity = model, blocks, dispatcher, capacity
         self.caches = [LatentCache(model.config, sequences, model.dtype, model.device) for _ in blocks]
         self.rotary = Rotary(model.config, torch.arange(capacity, device=model.device), model.dtype)
 
@@ -36,11 +34,11 @@ class CachedBlocks:
         if places.keys > self.capacity:
             raise ValueError(f"{places.keys} tokens do not fit into a cache of {self.capacity}")
         context = AttentionContext(self.rotary.at(places.index), places=places)
-        few = hidden.shape[0] * hidden.shape[1] <= FEW_TOKENS
+        few = few_of(self.model, hidden)
         for block, cache in zip(self.blocks, self.caches):
             cache.make_room(places)
-            if few and block.layer in self.few:
-                hidden = self.few[block.layer](hidden, context, cache)
+            if few is not None:
+                hidden = few.blocks[block.layer](hidden, context, cache)
                 continue
             phases = BlockPass(block, context, self.dispatcher, train=False, cache=cache)
             phases.attention(hidden)
@@ -90,4 +88,10 @@ def last_of(states: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def logits(model: Model, states: torch.Tensor) -> torch.Tensor:
     """states [..., hidden], normalised, of any depth -> [..., vocab] in at least FP32."""
-    return at_least_fp32(model.lm_head(states))
+    few = few_of(model, states)
+    return model.logits(states) if few is None else few.logits(states)
+
+
+def few_of(model: Model, x: torch.Tensor) -> Few | None:
+    """What computes x [..., ·] of so few tokens in a model that was compiled for them."""
+    return model.few if x.shape[:-1].numel() <= FEW_TOKENS else None

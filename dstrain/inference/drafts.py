@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from dstrain.inference.decoder import CachedBlocks, last_of, logits
+from dstrain.inference.decoder import CachedBlocks, few_of, last_of, logits
 from dstrain.model.block import Dispatcher
 from dstrain.model.model import Model
 
@@ -63,7 +63,9 @@ class Drafter:
             if drafted:  # one token further on
                 read = torch.cat((read[:, 1:], read[:, -1:]), dim=1)
                 read[place] = drafted[-1]
-            hidden = stack.run(module.merge(self.model.model.embed_tokens(read), state), first)
+            few = few_of(self.model, state)
+            merge = module.merge if few is None else few.merges[module.layer]
+            hidden = stack.run(merge(self.model.model.embed_tokens(read), state), first)
             state = module.shared_head.norm(hidden)
             ids, probs = choose(logits(self.model, last_of(state, counts)))
             drafted.append(ids)

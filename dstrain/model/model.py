@@ -4,6 +4,7 @@ Parameter names are Hugging Face's; MTP module k (from 1) is layer num_hidden_la
 embedding and head. Units are in `unit.py`, their passes in `passes.py`.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,7 @@ from dstrain.model.share import Share
 from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.linear import Embedding, Linear
 from dstrain.precision.pointwise import RMSNorm
+from dstrain.precision.policy import at_least_fp32
 
 
 class Body(nn.Module):
@@ -37,6 +39,16 @@ class Body(nn.Module):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
 
+class Few:
+    """A frozen model's parts as functions of a few tokens."""
+
+    def __init__(self, model: "Model", compile: Callable[[Callable], Callable]):
+        """compile: what becomes of each function."""
+        self.blocks = {block.layer: compile(block.few) for block in model.layers}
+        self.merges = {module.layer: compile(module.merge) for module in model.mtp_modules}
+        self.logits = compile(model.logits)
+
+
 class Model(nn.Module):
     """A DeepSeek-V3-style model. Matrices are of `dtype`; norms, the gate and the routing bias at least FP32."""
 
@@ -47,7 +59,7 @@ class Model(nn.Module):
         not in embedding, gate, eh_proj and head; None: they are of `dtype`."""
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.few: dict[int, Callable] = {}  # by layer: `Block.few` compiled, see `freeze`
+        self.few: Few | None = None  # see `freeze`
         self.share = share or Share.whole(config)
         self.model = Body(config, dtype, self.share, fp8)
         if self.share.head:
@@ -66,8 +78,12 @@ class Model(nn.Module):
         if compiled:
             # A program for each kind of block, type and size 0, 1 or more of batch and tokens; the default of 8 is too few.
             torch._dynamo.config.recompile_limit = 64
-            self.few = {block.layer: torch.compile(block.few, dynamic=True) for block in self.layers}
+            self.few = Few(self, functools.partial(torch.compile, dynamic=True))
         return self
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """states [..., hidden], normalised, of any depth -> [..., vocab] in at least FP32; not for training."""
+        return at_least_fp32(self.lm_head(states))
 
     @property
     def device(self) -> torch.device:

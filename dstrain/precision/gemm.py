@@ -8,13 +8,15 @@ Grouped: rows [offsets[e-1], offsets[e]) belong to expert e. Operands are of one
 import torch
 import torch.nn.functional as F
 
-from dstrain.precision.few import few_linear, takes_loops
+from dstrain.precision.few import FEW_GROUPED, few_linear, takes_loops, takes_weight_first, weight_first
 from dstrain.precision.stand_in import on_cuda
 
 
 def fprop(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., in], weight [out, in] -> [..., out]."""
-    return few_linear(x, weight) if takes_loops(x) else F.linear(x, weight)
+    if takes_loops(x):
+        return few_linear(x, weight)
+    return weight_first(x, weight) if takes_weight_first(x) else F.linear(x, weight)
 
 
 def dgrad(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -34,6 +36,11 @@ def wgrad(grad: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
 
 def grouped_fprop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """x [rows, in], weight [experts, out, in], offsets int32 [experts] -> [rows, out]."""
+    if len(x) <= FEW_GROUPED and takes_weight_first(x[:1]):
+        out = x.new_empty(len(x), weight.shape[1])
+        for expert, rows in groups(offsets):
+            out[rows] = fprop(x[rows], weight[expert])
+        return out
     return _grouped_mm(x, weight.transpose(-2, -1), offsets)
 
 

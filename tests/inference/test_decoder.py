@@ -6,7 +6,9 @@ from oracle import oracle, tiny_config
 from small_models import GRID, build
 
 from dstrain.inference.decoder import Decoder
+from dstrain.model.model import Few
 from dstrain.parallel.dispatch import LocalDispatcher
+from dstrain.precision import gemm
 from dstrain.precision.few import few_linear
 
 
@@ -118,7 +120,7 @@ def test_a_block_as_one_function_computes_what_its_phases_do(case):
     config = tiny_config(**GRID[case])
     model = build(config, torch.float64)[0].freeze()
     expected = steps_of(config, model)
-    model.few = {block.layer: block.few for block in model.layers}
+    model.few = Few(model, lambda function: function)
     for one, other in zip(steps_of(config, model), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
@@ -129,8 +131,7 @@ def test_compiled_blocks_compute_what_the_phases_do(dtype, tolerance):
     config = tiny_config()
     model = build(config, dtype)[0].freeze(compiled=True)
     compiled = steps_of(config, model)
-    assert set(model.few) == {block.layer for block in model.layers}
-    model.few = {}
+    model.few = None
     for one, other in zip(compiled, steps_of(config, model), strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
@@ -141,3 +142,27 @@ def test_products_of_few_rows_as_loops_are_the_products():
     # (1 + 2⁻⁷)² - (1 + 2⁻⁶) = 2⁻¹⁴; with products rounded to BF16 nothing would be left.
     x, weight = torch.tensor([[1 + 2**-7, 1.0]]).bfloat16(), torch.tensor([[1 + 2**-7, -1 - 2**-6]]).bfloat16()
     assert few_linear(x, weight).tolist() == [[2**-14]] and few_linear(x, weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
+def test_products_of_few_fp32_rows_are_those_in_float64(rows):
+    """Alone and expert by expert, one of them without rows."""
+    generator = torch.Generator().manual_seed(6)
+    x, weights = torch.randn(rows, 2, 40, generator=generator), torch.randn(3, 24, 40, generator=generator)
+    torch.testing.assert_close(gemm.fprop(x, weights[0]).double(), x.double() @ weights[0].double().t(), rtol=1e-5, atol=1e-5)
+    flat, offsets = x.flatten(0, 1), torch.tensor([rows, rows, 2 * rows], dtype=torch.int32)
+    expected = torch.cat((flat[:rows].double() @ weights[0].double().t(), flat[rows:].double() @ weights[2].double().t()))
+    torch.testing.assert_close(gemm.grouped_fprop(flat, weights, offsets).double(), expected, rtol=1e-5, atol=1e-5)
+    assert gemm.fprop(x[:0], weights[0]).shape == (0, 2, 24)
+
+
+def test_an_fp32_model_decodes_as_the_oracle_says():
+    """Its few rows are multiplied in ways of their own, of which an FP64 model knows nothing."""
+    config = tiny_config()
+    model, weights = build(config, torch.float32)
+    tokens = torch.randint(0, config.vocab_size, (12,), generator=torch.Generator().manual_seed(8))
+    expected = full_logits(config, weights, tokens)
+    decoder = Decoder(model.freeze(), LocalDispatcher(), sequences=1, capacity=12)
+    for first, last in ((0, 5), (5, 6), (6, 8), (8, 12)):
+        logits = decoder.advance(tokens[first:last].unsqueeze(0))
+        torch.testing.assert_close(logits[0].double(), expected[last - 1], rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from dstrain.inference import decoder as decoder_module
 from dstrain.inference.decoder import Decoder
 from dstrain.inference.drafts import Drafter, verify
 from dstrain.inference.generation import Generation, Sampling
+from dstrain.model.model import Few
 from dstrain.parallel.dispatch import LocalDispatcher
 
 DEPTHS = [1, 2, 3, 4]
@@ -53,6 +54,18 @@ def plain_greedy(model, prompts, limit):
     while len(chosen) < limit:
         chosen.append(decoder.advance(chosen[-1].unsqueeze(1)).argmax(-1))
     return torch.stack(chosen, dim=1).tolist()
+
+
+@pytest.mark.parametrize("compile", [lambda function: function, pytest.param(None, marks=pytest.mark.long)])
+def test_greedy_texts_by_functions_of_a_few_tokens_are_those_without_drafts(compile):
+    """Merging, blocks and heads as functions, plain and compiled."""
+    _, model, _ = model_of(8, torch.float64)
+    prompts = random_prompts(2, 8, longest=6)
+    expected = plain_greedy(model, prompts, 12)
+    model.freeze(compiled=compile is None)
+    if compile is not None:
+        model.few = Few(model, compile)
+    assert run(model, prompts, 12, drafts=2)[0] == expected
 
 
 @pytest.mark.parametrize("drafts", DEPTHS)

@@ -208,7 +208,7 @@ def by_context(options: dict, checkpoint: str, precision: str) -> list[dict]:
     contexts, steps = sorted(map(int, options["contexts"].split(","))), 32
     decoder = Decoder(model, LocalDispatcher(), 1, contexts[-1] + steps)
     tokens = torch.randint(0, model.config.vocab_size, (1, decoder.stack.capacity))
-    per_token = sum(cache.entries[0, 0].nbytes for cache in decoder.stack.caches)
+    per_token = sum(cache.entries.shape[-1] * cache.entries.itemsize for cache in decoder.stack.caches)
     rows = []
     for context in contexts:
         decoder.advance(tokens[:, int(decoder.lengths) : context])

@@ -8,7 +8,9 @@ Grouped: rows [offsets[e-1], offsets[e]) belong to expert e. Operands are of one
 import torch
 import torch.nn.functional as F
 
-from dstrain.precision.few import FEW_GROUPED, few_linear, takes_loops, takes_weight_first, weight_first
+from dstrain.precision.few import (
+    FEW_GROUPED, few_linear, grouped_weight_first, takes_loops, takes_weight_first, weight_first,
+)
 from dstrain.precision.stand_in import on_cuda
 
 
@@ -37,10 +39,7 @@ def wgrad(grad: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
 def grouped_fprop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """x [rows, in], weight [experts, out, in], offsets int32 [experts] -> [rows, out]."""
     if len(x) <= FEW_GROUPED and takes_weight_first(x[:1]):
-        out = x.new_empty(len(x), weight.shape[1])
-        for expert, rows in groups(offsets):
-            out[rows] = fprop(x[rows], weight[expert])
-        return out
+        return grouped_weight_first(x, weight, groups(offsets))
     return _grouped_mm(x, weight.transpose(-2, -1), offsets)
 
 

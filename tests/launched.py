@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ranks import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,12 +34,6 @@ def _flat(plain: dict, prefix: str):
             yield f"{prefix}{key}={json.dumps(value)}"
         else:
             yield f"{prefix}{key}={value}"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def environment(**more: object) -> dict[str, str]:
@@ -128,7 +123,7 @@ def ranks(
 
     program: Python that takes the arguments, in place of `dstrain <command>`.
     """
-    port = free_port()
+    port = free_ports(1)[0]
     start = ["-c", program, "dstrain"] if program else ["-m", "dstrain", command]
     return Job(folder, [
         ([sys.executable, *start, *arguments, *(odd if rank == size - 1 else ())],

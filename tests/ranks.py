@@ -9,6 +9,8 @@
 import multiprocessing
 import os
 import pickle
+import random
+import socket
 import tempfile
 import time
 import traceback
@@ -43,6 +45,25 @@ def spawn(function: Callable, size: int, *arguments, timeout: float = 120.0) -> 
             for rank in ranks:
                 rank.process.kill()
                 rank.process.join()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, for servers that start in a while.
+
+    From below 32768, where systems begin to take a connection's own port: one of those could be gone until then, and
+    whoever expects the server would speak to a stranger.
+    """
+    ports = []
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(10000, 32768)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in ports:
+            ports.append(port)
+    return ports
 
 
 class _Rank:

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 from helpers import make_config, metrics, status, train_model
-from launched import ROOT, Job, environment, free_port, overrides, two_nodes
+from launched import ROOT, Job, environment, overrides, two_nodes
+from ranks import free_ports
 
 STEPS = 12
 SRUN = """#!{python}
@@ -71,7 +72,7 @@ def on_nodes(nodes, commands):
 def test_torchrun(small, reference):
     config = config_of(small[0], "torchrun", pp=2, ep=2)
     with two_nodes(small[0]) as nodes:
-        more = {"NNODES": 2, "NPROC": 2, "MASTER_ADDR": nodes[0].name, "MASTER_PORT": free_port(), "JOB": "test"}
+        more = {"NNODES": 2, "NPROC": 2, "MASTER_ADDR": nodes[0].name, "MASTER_PORT": free_ports(1)[0], "JOB": "test"}
         with Job(small[0], on_nodes(nodes, [bash("torchrun.sh", config, **more) for _ in range(2)])) as job:
             assert job.wait() == [0, 0], job.text()
         assert f"4 ranks on {len({node.name for node in nodes})} hosts" in job.text()
@@ -88,7 +89,7 @@ def test_deepspeed(small, reference):
     hosts = small[0] / "hosts"
     hosts.write_text("node0 slots=2\nnode1 slots=2\n")
     with two_nodes(small[0]) as nodes:
-        more = {"HOSTFILE": hosts, "MASTER_ADDR": nodes[0].name, "MASTER_PORT": free_port(), "DS_ACCELERATOR": "cpu"}
+        more = {"HOSTFILE": hosts, "MASTER_ADDR": nodes[0].name, "MASTER_PORT": free_ports(1)[0], "DS_ACCELERATOR": "cpu"}
 
         def started(config):
             return on_nodes(nodes, [bash("deepspeed.sh", config, NODE_RANK=node, **more) for node in range(2)])
@@ -110,8 +111,8 @@ def test_slurm_queues_the_job_again_after_a_signal(small, reference):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / "bin" / name).write_text(text.format(python=sys.executable, folder=folder))
         (folder / "bin" / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": free_port(), "SLURM_NTASKS": 4, "SLURM_NTASKS_PER_NODE": 2, "SLURM_JOB_NODELIST": "x[1-2]"}
-    more = {**slurm, "MASTER_PORT": free_port(), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "DSTRAIN_ROOT": ROOT}
+    slurm = {"SLURM_JOB_ID": free_ports(1)[0], "SLURM_NTASKS": 4, "SLURM_NTASKS_PER_NODE": 2, "SLURM_JOB_NODELIST": "x[1-2]"}
+    more = {**slurm, "MASTER_PORT": free_ports(1)[0], "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "DSTRAIN_ROOT": ROOT}
     lines = folder / "runs/slurm/metrics.jsonl"
     with Job(folder, [bash("slurm.sbatch", config, **more)]) as job:
         job.wait_for(lambda: lines.exists() and lines.stat().st_size, "the first step")

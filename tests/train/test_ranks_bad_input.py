@@ -2,13 +2,12 @@
 
 import io
 import os
-import socket
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch.distributed as dist
 from helpers import write_text
-from ranks import spawn
+from ranks import free_ports, spawn
 
 from dstrain.cli import main
 from dstrain.config.errors import InputError, StoppedElsewhere
@@ -37,14 +36,6 @@ def command(folder: Path, name: str, keys: str) -> list[str]:
         data.sequence_length=16 batch.sequences=8 batch.micro_sequences=1 precision=fp32 run.dir={folder}/runs
         run.name={name} run.steps=2 run.threads=1 run.device=cpu eval.every=0 eval.at_end=false checkpoint.every=0
         parallel.timeout=60 telemetry.peak_tflops=1.0 {keys}""".split()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def run_commands(rank: int, size: int, ports: list[int], commands: list[list[str]]) -> list[tuple[int, str]]:

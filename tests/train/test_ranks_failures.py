@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ranks
 from helpers import write_text
-from test_ranks_bad_input import command, free_ports, run_commands
+from test_ranks_bad_input import command, run_commands
 
 from dstrain.checkpoint import store
 from dstrain.train.step import Stepper
@@ -38,7 +38,7 @@ def test_a_rank_that_dies_during_a_save_ends_the_others_without_waiting_for_its_
     arguments = command(tmp_path, "run", "run.steps=5 checkpoint.every=2 parallel.timeout=3")
     monkeypatch.setattr(ranks, "GRACE", 60)
     with pytest.raises(ranks.RankFailure, match="rank 1: died with exit code -9") as failure:
-        ranks.spawn(rank_1_dies, 2, free_ports(1), arguments, str(tmp_path), timeout=120)
+        ranks.spawn(rank_1_dies, 2, ranks.free_ports(1), arguments, str(tmp_path), timeout=120)
     assert "rank 0" not in str(failure.value)
     code = json.loads((tmp_path / "code.json").read_text())
     assert code == 1

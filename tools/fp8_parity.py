@@ -8,7 +8,7 @@
     bf16        the reference
     bf16_micro  differs from it only in the micro-batch size, so only in rounding: what the experiment can resolve
     fp8         emulated, power-of-two scales
-    control     fp8 with one bit of E4M3's mantissa taken away: what the experiment must be able to see
+    control     fp8 in which the last bit of every E4M3 code is cleared: what the experiment must be able to see
 
 gap = |mean of a run's loss_main - mean of bf16's| / mean of bf16's, over the last steps. Each is an ordinary
 `dstrain train` run in the folder and continues where it stopped. Writes table and curve beside the runs, or to out=.
@@ -32,6 +32,7 @@ RUNS = {
     "control": ["precision=fp8"],
 }
 LIMITS = {"bf16_micro": ("at most", 0.1), "fp8": ("at most", 0.25), "control": ("above", 0.25)}  # percent
+WINDOW, WIDTH = 50, 760  # steps of a mean in the picture; pixels
 COLOURS = {"bf16": "#1b6ca8", "bf16_micro": "#7fb7de", "fp8": "#d1495b", "control": "#8d8d8d"}
 
 
@@ -126,8 +127,8 @@ def compare(losses: dict[str, list[float]], options: dict) -> dict:
 
 def table(losses: dict, summary: dict, options: dict) -> str:
     lines = [
-        f"model {options['model']}, {options['batch']} x {options['sequence']} tokens a step, {summary['steps']} steps; "
-        f"loss_main over the last {summary['last']}",
+        f"`python tools/fp8_parity.py`: model {options['model']}, {options['batch']} x {options['sequence']} tokens a step, "
+        f"{summary['steps']} steps, learning rate {options['learning_rate']} at its peak; loss_main over the last {summary['last']}",
         "", "| run | steps done | mean loss | gap to bf16 | must be |", "|---|---|---|---|---|",
     ]
     for name, run in losses.items():
@@ -140,35 +141,51 @@ def table(losses: dict, summary: dict, options: dict) -> str:
     return "\n".join(lines)
 
 
-def curve(losses: dict[str, list[float]], width: int = 760, height: int = 400, window: int = 25) -> str:
-    """An SVG of each run's loss, the mean over `window` steps."""
-    smooth = {
-        name: [sum(run[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(run))]
-        for name, run in losses.items()
+def curve(losses: dict[str, list[float]]) -> str:
+    """An SVG: each run's loss, and below it its gap to bf16, both as means over WINDOW steps."""
+    smooth = {name: means(run) for name, run in losses.items()}
+    gaps = {
+        name: [100 * (loss / other - 1) for loss, other in zip(line, smooth["bf16"])]
+        for name, line in smooth.items() if "bf16" in smooth and name != "bf16"
     }
-    values = [value for run in smooth.values() for value in run] or [0.0]
-    low, high, steps = min(values), max(values) or 1.0, max([len(run) for run in smooth.values()] or [1])
-    left, bottom, top = 50, height - 40, 20
+    steps = max([len(run) for run in losses.values()] or [1])
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="600" font-family="sans-serif" '
+             f'font-size="12"><rect width="{WIDTH}" height="600" fill="white"/>']
+    parts += panel(smooth, f"loss_main, mean of {WINDOW} steps", steps, 30, 320)
+    parts += panel(gaps, "gap to bf16, %", steps, 370, 560)
+    for row, name in enumerate(smooth):
+        parts.append(f'<text x="{WIDTH - 120}" y="{46 + 16 * row}" fill="{COLOURS[name]}">{name}</text>')
+    return "\n".join([*parts, f'<text x="{WIDTH / 2}" y="594" text-anchor="middle">step</text></svg>'])
+
+
+def means(run: list[float]) -> list[float]:
+    """Of WINDOW steps each; a rest counts as one more."""
+    parts = [run[first : first + WINDOW] for first in range(0, len(run), WINDOW)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def panel(lines: dict[str, list[float]], title: str, steps: int, top: int, bottom: int) -> list[str]:
+    """Lines of means between two heights of the picture."""
+    left, right = 50, WIDTH - 20
+    values = [value for line in lines.values() for value in line] or [0.0]
+    low, high = min(values), max(values)
 
     def x(step: float) -> float:
-        return left + (width - left - 20) * step / max(steps, 1)
+        return left + (right - left) * step / steps
 
-    def y(loss: float) -> float:
-        return bottom - (bottom - top) * (loss - low) / ((high - low) or 1.0)
+    def y(value: float) -> float:
+        return bottom - (bottom - top) * (value - low) / ((high - low) or 1.0)
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-             f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>']
+    parts = [f'<text x="{left}" y="{top - 10}">{title}</text>']
     for part in range(5):
-        loss, step = low + (high - low) * part / 4, steps * part / 4
-        parts.append(f'<text x="{left - 6}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:.2f}</text>')
-        parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{y(loss):.1f}" y2="{y(loss):.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x(step):.1f}" y="{bottom + 18}" text-anchor="middle">{step:.0f}</text>')
-    for row, (name, run) in enumerate(smooth.items()):
-        points = " ".join(f"{x(step + 1):.1f},{y(loss):.1f}" for step, loss in enumerate(run))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.3"/>')
-        parts.append(f'<text x="{width - 120}" y="{top + 16 + 16 * row}" fill="{COLOURS[name]}">{name}</text>')
-    parts.append(f'<text x="{left}" y="{height - 6}">loss_main, mean of {window} steps, over the steps</text></svg>')
-    return "\n".join(parts)
+        value, step = low + (high - low) * part / 4, steps * part / 4
+        parts.append(f'<text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.2f}</text>')
+        parts.append(f'<line x1="{left}" x2="{right}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x(step):.1f}" y="{bottom + 16}" text-anchor="middle">{step:.0f}</text>')
+    for name, line in lines.items():
+        points = " ".join(f"{x(min(WINDOW * (i + 0.5), steps)):.1f},{y(value):.1f}" for i, value in enumerate(line))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.4"/>')
+    return parts
 
 
 if __name__ == "__main__":

@@ -127,8 +127,9 @@ def compare(losses: dict[str, list[float]], options: dict) -> dict:
 
 def table(losses: dict, summary: dict, options: dict) -> str:
     lines = [
-        f"`python tools/fp8_parity.py`: model {options['model']}, {options['batch']} x {options['sequence']} tokens a step, "
-        f"{summary['steps']} steps, learning rate {options['learning_rate']} at its peak; loss_main over the last {summary['last']}",
+        f"`python tools/fp8_parity.py threads={options['threads']}`: model {options['model']}, {options['batch']} x "
+        f"{options['sequence']} tokens a step, {summary['steps']} steps, learning rate {options['learning_rate']} at its "
+        f"peak; loss_main over the last {summary['last']}",
         "", "| run | steps done | mean loss | gap to bf16 | must be |", "|---|---|---|---|---|",
     ]
     for name, run in losses.items():

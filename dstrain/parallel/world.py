@@ -111,7 +111,7 @@ class World:
 
         The lowest rank that failed says why, and that it was this rank alone unless all failed alike.
         """
-        return function() if self.size == 1 else self.start_group.together(function, STARTING, name_rank=True)
+        return self.start_group.together(function, STARTING, name_rank=True)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, pickled."""

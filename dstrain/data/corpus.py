@@ -65,19 +65,23 @@ PATHS = {"folder", "train", "heldout", "tokenizer", "sources"}  # not in corpus.
 
 def open_corpus(config: DataConfig) -> Corpus:
     """The corpus of a data configuration: ready token files, or one built from text under `config.cache` and reused."""
+    folder = build_corpus(config)
+    return _ready(config) if folder is None else _read(folder)
+
+
+def build_corpus(config: DataConfig) -> Path | None:
+    """What of `open_corpus` is done once for all ranks: the folder of the corpus, built if need be; None for token files."""
     if config.train is not None or config.sources is not None:
-        corpus = _ready(config)
-    elif config.heldout is not None:
+        return None
+    if config.heldout is not None:
         raise InputError(f"data.heldout={config.heldout} needs data.train: ready token files for training too")
-    else:
-        try:
-            corpus = _from_text(config)
-        except OSError as error:
-            if error.errno in UNWRITABLE:
-                reason = error.strerror.lower()
-                raise InputError(f"data.cache={config.cache}: the corpus cannot be written there: {reason}") from None
-            raise
-    return corpus
+    try:
+        return _from_text(config)
+    except OSError as error:
+        if error.errno in UNWRITABLE:
+            reason = error.strerror.lower()
+            raise InputError(f"data.cache={config.cache}: the corpus cannot be written there: {reason}") from None
+        raise
 
 
 def cached_corpus(config: DataConfig, fingerprint: str) -> Corpus | None:
@@ -137,7 +141,7 @@ def _ready(config: DataConfig) -> Corpus:
     )
 
 
-def _from_text(config: DataConfig) -> Corpus:
+def _from_text(config: DataConfig) -> Path:
     if config.tokenizer is None:
         check_vocab_size(config.vocab_size)
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer is not None else None
@@ -154,7 +158,7 @@ def _from_text(config: DataConfig) -> Corpus:
     folder = Path(config.cache) / f"{name}-{vocabulary}-{fingerprint}"
     if not folder.exists():
         _build_in_place(folder, name, fingerprint, source, tokenizer, config.vocab_size)
-    return _read(folder)
+    return folder
 
 
 def _read(folder: Path) -> Corpus:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dstrain.config.schema import TrainConfig
-from dstrain.data.corpus import open_corpus
+from dstrain.data.corpus import build_corpus, open_corpus
 from dstrain.model.count import count_parameters
 from dstrain.parallel.world import World
 from dstrain.telemetry.console import RunConsole
@@ -23,7 +23,7 @@ def doctor(config: TrainConfig, plain: dict, overrides: list[str], world: World 
     for line in [*about(world, device), *layout.lines()]:
         console.say(line)
     console.say(f"memory: {need / GIB:,.2f} GiB for weights, gradients and optimizer, {have / GIB:,.2f} GiB there")
-    world.first(lambda: open_corpus(config.data) and None)
+    world.first(lambda: build_corpus(config.data))
     corpus = world.all(lambda: open_corpus(config.data))
     agree(world, {"the data": (corpus.fingerprint,)})
     console.say(f"data {corpus.name}: {corpus.train_tokens:,} training tokens, the same on all ranks")

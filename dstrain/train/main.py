@@ -14,7 +14,7 @@ from dstrain.config.build import build
 from dstrain.config.errors import InputError
 from dstrain.config.run_files import differences, save_run_config
 from dstrain.config.schema import ModelConfig, TrainConfig
-from dstrain.data.corpus import Corpus, open_corpus
+from dstrain.data.corpus import Corpus, build_corpus
 from dstrain.model.count import count_parameters
 from dstrain.parallel.device import pick_device
 from dstrain.parallel.group import CommunicationError
@@ -67,7 +67,7 @@ def _train(config: TrainConfig, plain: dict, overrides: list[str], world: World,
     counts = count_parameters(config.model)
     source = world.first(lambda: initial_checkpoint(config, console))
     data = (with_tokenizer(config, source) if source else config).data
-    world.first(lambda: open_corpus(data) and None)  # what has to be built is built once
+    world.first(lambda: build_corpus(data))
     corpus, tokenizer, stream, windows = world.all(lambda: open_data(config, data))
     agree(world, {"the data": (corpus.fingerprint,)})
 

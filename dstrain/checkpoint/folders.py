@@ -128,6 +128,11 @@ def clear(root: Path, report: Callable[[str], None]) -> None:
 def _lives(path: Path, pid: int) -> bool:
     if pid == os.getpid():  # ours, or of a former process with our pid (usual in containers)
         return path.absolute() in _ours
+    return process_lives(pid)
+
+
+def process_lives(pid: int) -> bool:
+    """Whether this host has a process of that number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -6,8 +6,8 @@
     python tools/bench_decode.py peers=none rounds=1 contexts=128,1024,4096,8192      # time per token by context
 
 Every contestant is a process of its own with the weights of one checkpoint, transformers with those of its export, in its
-fastest setting. Each round all of them continue the same prompts greedily, one after the other, and medians of the
-rounds are compared. Prompts are random tokens, or with `checkpoint` pieces of held-out documents, evenly spread over the
+fastest setting. Each round all of them continue the same prompts greedily, one after the other: figures are medians of the
+rounds, and what compares two of them is the median of its ratios in each round. Prompts are random tokens, or with `checkpoint` pieces of held-out documents, evenly spread over the
 run's own corpus or the token files `heldout`. A step is one pass of the main model; with drafts it gives 1 + a tokens and
 takes c times as long, so that (1 + a) / c is to be expected; what is measured is tokens per second.
 """
@@ -50,9 +50,9 @@ def main() -> None:
                 rows += compare(options, checkpoint, Path(folder), precision, batch)
             if options["contexts"]:
                 growth.append({"precision": precision, "rows": by_context(options, checkpoint, precision)})
-    text = table(options, rows, growth)
-    print(text)
     summary = summarise(rows) | {"growth": growth}
+    text = table(options, rows, growth, summary)
+    print(text)
     if options["out"]:
         Path(options["out"]).write_text(f"{text}\n\n```json\n{json.dumps(summary)}\n```\n")
     print(json.dumps(summary))
@@ -161,12 +161,15 @@ class Contestant:
         self.pipe.send(None)
         self.process.join(10)
         steps, accepted = (sum(turn[key] for turn in self.turns) for key in ("steps", "accepted"))
+        rounds = {
+            "prefill_tokens_per_second": [turn["prompt"] / turn["prefill"] for turn in self.turns],
+            "tokens_per_second": [turn["rate"] for turn in self.turns],
+            "step_seconds": [turn["seconds"] / turn["passes"] for turn in self.turns],
+        }
         return {
             "who": self.name, "precision": self.precision, "batch": self.batch, "setting": self.setting,
-            "prefill_tokens_per_second": statistics.median(t["prompt"] / t["prefill"] for t in self.turns),
-            "tokens_per_second": statistics.median(turn["rate"] for turn in self.turns),
-            "step_seconds": statistics.median(turn["seconds"] / turn["passes"] for turn in self.turns),
-            "accepted": accepted / steps, "all_rates": [turn["rate"] for turn in self.turns], "texts": self.texts,
+            **{key: statistics.median(values) for key, values in rounds.items()},
+            "accepted": accepted / steps, "rounds": rounds, "texts": self.texts,
         }
 
 
@@ -223,7 +226,7 @@ def by_context(options: dict, checkpoint: str, precision: str) -> list[dict]:
     return rows
 
 
-def table(options: dict, rows: list[dict], growth: list[dict]) -> str:
+def table(options: dict, rows: list[dict], growth: list[dict], summary: dict) -> str:
     what = options["checkpoint"] and f"checkpoint {Path(options['checkpoint']).name}" or f"model {options['model']}"
     lines = [
         f"{what}, {options['prompt']} + {options['new']} tokens, {options['threads']} threads; {cpu_name()}, torch "
@@ -238,6 +241,10 @@ def table(options: dict, rows: list[dict], growth: list[dict]) -> str:
             f"| {row['prefill_tokens_per_second']:,.0f} | {row['step_seconds'] * 1e3:.2f} | {row['accepted']:.2f} "
             f"| {row['tokens_per_second']:,.1f} | {row['same_text']:.0%} |"
         )
+    for name, drafts in summary.items():
+        if name.startswith("dstrain_drafts"):
+            lines += ["", f"{name}: acceptance a = {drafts['accepted']:.2f}, a step costs c = {drafts['cost']:.2f} plain "
+                      f"ones; {drafts['measured']:.2f} times the tokens per second, (1 + a) / c = {drafts['expected']:.2f}"]
     for part in growth:
         lines += ["", f"| {part['precision']}: context | cache MB | ms per token |", "|---|---|---|"]
         lines += [f"| {r['context']} | {r['cache_bytes'] / 1e6:.2f} | {r['seconds'] * 1e3:.2f} |" for r in part["rows"]]
@@ -252,16 +259,20 @@ def summarise(rows: list[dict]) -> dict:
         plain, name = of[0], f"{key[0]}_batch{key[1]}"
         for row in of:
             if row["who"] == "transformers":
-                summary[f"ratio_{name}"] = plain["tokens_per_second"] / row["tokens_per_second"]
-                prefill = plain["prefill_tokens_per_second"] / row["prefill_tokens_per_second"]
-                summary[f"prefill_ratio_{name}"] = prefill
+                summary[f"ratio_{name}"] = ratio(plain, row, "tokens_per_second")
+                summary[f"prefill_ratio_{name}"] = ratio(plain, row, "prefill_tokens_per_second")
             elif row is not plain:
-                cost = row["step_seconds"] / plain["step_seconds"]
+                cost = ratio(row, plain, "step_seconds")
                 summary[f"{row['who'].replace(' ', '_')}_{name}"] = {
                     "accepted": row["accepted"], "cost": cost, "expected": (1 + row["accepted"]) / cost,
-                    "measured": row["tokens_per_second"] / plain["tokens_per_second"], "same_text": row["same_text"],
+                    "measured": ratio(row, plain, "tokens_per_second"), "same_text": row["same_text"],
                 }
     return summary
+
+
+def ratio(one: dict, other: dict, key: str) -> float:
+    """The median over the rounds, in each of which both continued the same prompts."""
+    return statistics.median(a / b for a, b in zip(one["rounds"][key], other["rounds"][key]))
 
 
 if __name__ == "__main__":

@@ -12,37 +12,39 @@ and an odd last column is packed with a zero code.
 import torch
 import torch.nn.functional as F
 
-from dstrain.precision.fp8_scales import E5M6_MAX, TILE, scale_of
-from dstrain.precision.fp8_tiles import column_amax, join_rows, quantize_columns, split_rows, tile_bounds
+from dstrain.precision.fp8_scales import E5M6_MAX, TILE, round_bits, scale_of
+from dstrain.precision.fp8_tiles import column_amax, join_rows, quantize_columns, split_rows, tile_bounds, tile_values
 from dstrain.precision.pointwise import kernel
 
 PACKED = TILE // 2 * 3  # bytes of a tile
-_REBIAS = (127 - 15) << 6  # FP32's exponent against E5M6's, in units of the code
 
 
 def quantize_e5m6(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, cols] FP32 or BF16 -> packed uint8 [rows, 3 · ⌈cols/2⌉], FP32 scale [rows, ⌈cols/128⌉], powers of two."""
-    packed, scale = _packed_tiles(split_rows(x, TILE))
+    numbers, scale, _ = _tile_numbers(split_rows(x, TILE))
     rows, cols = x.shape
-    return join_rows(packed, rows, 3 * -(-cols // 2)), scale.view(rows, -(-cols // TILE))
+    return join_rows(pack(numbers.half()), rows, 3 * -(-cols // 2)), scale.view(rows, -(-cols // TILE))
 
 
 @kernel
-def _packed_tiles(tiles):
-    """[n, 128] -> uint8 [n, 192], scale [n, 1]."""
-    wide = tiles.float()
-    scale = scale_of(wide.abs().amax(-1, keepdim=True), True, E5M6_MAX)
-    return pack(encode(wide / scale)), scale
+def _tile_numbers(tiles):
+    """[n, 128] -> the tiles over their scales as E5M6 numbers in FP32, zero for NaN; scale [n, 1] and 1 / scale."""
+    scale = scale_of(tiles.float().abs().amax(-1, keepdim=True), True, E5M6_MAX)
+    inverse = 1 / scale  # returned, as in fp8_tiles: so it is computed once
+    numbers = rounded(tiles.float() * inverse, short=tiles.dtype == torch.bfloat16)
+    return torch.where(numbers == numbers, numbers, 0.0), scale, inverse
+
+
+def rounded(values: torch.Tensor, short: bool = False) -> torch.Tensor:
+    """FP32, magnitudes up to 65024 or NaN -> the nearest E5M6 number, ties to the even code. short: BF16's numbers."""
+    number = round_bits(values if short else values.double(), 7, 2.0**-14).float()
+    return torch.copysign(number, values)  # zeros too
 
 
 def dequantize_e5m6(packed: torch.Tensor, scale: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
     """-> [rows, cols] in `dtype`; exact in FP32 and BF16."""
-    return join_rows(_unpacked_tiles(split_rows(packed, PACKED), scale.reshape(-1, 1), dtype), len(packed), cols)
-
-
-@kernel
-def _unpacked_tiles(packed, scale, dtype):
-    return (decode(unpack(packed, TILE)) * scale).to(dtype)
+    numbers = unpack(split_rows(packed, PACKED), TILE)
+    return join_rows(tile_values(numbers.float(), scale.reshape(-1, 1), dtype), len(packed), cols)
 
 
 def e5m6_to_columns(
@@ -53,51 +55,47 @@ def e5m6_to_columns(
     A tile's largest value becomes its neighbours' scale, so a value that falls below E5M6's normal range is rounded to a
     multiple of its smallest subnormal; every other one is exact. -> E4M3 [cols, rows], FP32 scale [cols, ⌈rows/128⌉].
     """
-    return quantize_columns(e5m6_in_columns(packed, scale, cols), None, power_of_two)
+    return quantize_columns(e5m6_in_columns(packed, scale, cols, torch.float32), None, power_of_two)
 
 
-def e5m6_in_columns(packed: torch.Tensor, scale: torch.Tensor, cols: int) -> torch.Tensor:
-    """-> FP32 [rows, cols], the values moved from 1x128 to 128x1 tiles of E5M6."""
-    values = dequantize_e5m6(packed, scale, cols, torch.float32)
+def e5m6_in_columns(packed: torch.Tensor, scale: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """-> [rows, cols] in FP32 or BF16, which both hold them: the values moved from 1x128 to 128x1 tiles of E5M6."""
+    values = dequantize_e5m6(packed, scale, cols, dtype)
     return _moved(values, *tile_bounds(len(values), None, values.device))[0] if len(values) else values
 
 
 @kernel
 def _moved(values, first, end, tile_of_row):
     scale = scale_of(column_amax(values, first, end), True, E5M6_MAX)
-    of_row = scale[tile_of_row]
-    return rounded(values / of_row) * of_row, scale  # returned, so that it is computed once
+    inverse = 1 / scale
+    numbers = rounded(values.float() * inverse[tile_of_row], short=True)
+    return (numbers * scale[tile_of_row]).to(values.dtype), scale, inverse
 
 
-def encode(values: torch.Tensor) -> torch.Tensor:
-    """FP32, magnitudes up to 65024 or NaN -> codes int32 [0, 4096), rounded to nearest even; a NaN's code is 0."""
-    bits = rounded(values).view(torch.int32)
-    normal = ((bits & 0x7FFFFFFF) >> 17) - _REBIAS
-    subnormal = (values.abs() * 2.0**20).round().to(torch.int32)
-    code = torch.where(values.abs() < 2.0**-14, subnormal, normal)  # 2^-14 itself is both: 64
-    return torch.where(values == values, code | ((bits >> 20) & 0x800), 0)
+def pack(numbers: torch.Tensor) -> torch.Tensor:
+    """E5M6 numbers in FP16, [rows, cols] -> their codes, uint8 [rows, 3 · ⌈cols/2⌉]."""
+    cols = numbers.shape[-1]
+    pairs = F.pad(numbers, (0, -cols % 8)).contiguous().view(torch.int32)
+    return _packed_words(pairs).flatten(-2).view(torch.uint8)[..., : 3 * -(-cols // 2)]
 
 
-def rounded(values: torch.Tensor) -> torch.Tensor:
-    """FP32, magnitudes up to 65024 or NaN -> the nearest E5M6 number, ties to the even code, in FP32."""
-    bits = values.view(torch.int32)
-    normal = ((bits + 0xFFFF + ((bits >> 17) & 1)) >> 17 << 17).view(torch.float32)
-    subnormal = (values * 2.0**20).round() * 2.0**-20  # the step below 2^-14
-    return torch.where(values.abs() < 2.0**-14, subnormal, torch.where(values == values, normal, values))
-
-
-def decode(codes: torch.Tensor) -> torch.Tensor:
-    """codes int32 [0, 4096) -> FP32, exact."""
-    return (codes << 4).to(torch.int16).view(torch.float16).float()
-
-
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """codes [rows, cols] -> uint8 [rows, 3 · ⌈cols/2⌉]."""
-    a, b = F.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a & 0xFF, (a >> 8) | ((b & 0xF) << 4), b >> 4), dim=-1).to(torch.uint8).flatten(-2)
+@kernel
+def _packed_words(pairs):
+    """Two FP16 numbers in each int32 [rows, 4 n] -> four times 24 bits in three int32, [rows, n, 3]; lowest first."""
+    a, b, c, d = (((pairs >> 4) & 0xFFF) | ((pairs >> 8) & 0xFFF000)).unflatten(-1, (-1, 4)).unbind(-1)
+    return torch.stack((a | (b << 24), (b >> 8) | (c << 16), (c >> 16) | (d << 8)), dim=-1)
 
 
 def unpack(packed: torch.Tensor, cols: int) -> torch.Tensor:
-    """uint8 [rows, 3 · ⌈cols/2⌉] -> codes int32 [rows, cols]."""
-    low, middle, high = packed.to(torch.int32).unflatten(-1, (-1, 3)).unbind(-1)
-    return torch.stack((low | ((middle & 0xF) << 8), (middle >> 4) | (high << 4)), dim=-1).flatten(-2)[..., :cols]
+    """uint8 [rows, 3 · ⌈cols/2⌉] -> E5M6 numbers in FP16 [rows, cols]."""
+    words = F.pad(packed, (0, -packed.shape[-1] % 12)).contiguous().view(torch.int32)
+    return _number_pairs(words.unflatten(-1, (-1, 3))).flatten(-2).view(torch.float16)[..., :cols]
+
+
+@kernel
+def _number_pairs(words):
+    """The inverse of `_packed_words`: int32 [rows, n, 3] -> [rows, n, 4]."""
+    x, y, z = words.unbind(-1)
+    a, b, c, d = x, ((x >> 24) & 0xFF) | (y << 8), ((y >> 16) & 0xFFFF) | (z << 16), z >> 8
+    codes = torch.stack((a, b, c, d), dim=-1)
+    return ((codes & 0xFFF) << 4) | ((codes & 0xFFF000) << 8)

@@ -9,7 +9,7 @@ definition, which faster kernels are compared with.
 
 import torch
 
-from dstrain.precision.fp8_scales import FP8, TILE, scale_of, to_e4m3
+from dstrain.precision.fp8_scales import FP8, TILE, rounded_e4m3, scale_of, to_e4m3
 from dstrain.precision.pointwise import kernel
 
 BLOCK = TILE
@@ -58,9 +58,9 @@ def rounded_blocks(weight: torch.Tensor, power_of_two: bool, dtype: torch.dtype)
 
 @kernel
 def _block_rounded(blocks, power_of_two, dtype):
-    wide = blocks.float()
-    scale = scale_of(wide.abs().amax(dim=(2, 4), keepdim=True), power_of_two)
-    return (to_e4m3(wide, scale).float() * scale).to(dtype), scale  # returned, so that it is computed once
+    scale = scale_of(blocks.float().abs().amax(dim=(2, 4), keepdim=True), power_of_two)
+    inverse = 1 / scale
+    return rounded_e4m3(blocks, scale, inverse if power_of_two else None).to(dtype), scale, inverse
 
 
 def _blocks(weight: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ Scales: see `fp8_scales`. This is the plain PyTorch definition, which faster ker
 import torch
 import torch.nn.functional as F
 
-from dstrain.precision.fp8_scales import FP8, TILE, scale_of, to_e4m3
+from dstrain.precision.fp8_scales import FP8, TILE, rounded_e4m3, scale_of, to_e4m3
 from dstrain.precision.pointwise import kernel
 
 
@@ -37,11 +37,12 @@ def _tile_codes(tiles, power_of_two):
 
 def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """codes [rows, cols], scale [rows, ⌈cols/128⌉] -> [rows, cols] in `dtype`; an FP32 product, rounded once."""
-    return join_rows(_tile_values(split_rows(codes, TILE), scale.reshape(-1, 1), dtype), *codes.shape)
+    return join_rows(tile_values(split_rows(codes, TILE), scale.reshape(-1, 1), dtype), *codes.shape)
 
 
 @kernel
-def _tile_values(codes, scale, dtype):
+def tile_values(codes, scale, dtype):
+    """codes [n, 128], scale [n, 1] -> [n, 128] in `dtype`."""
     _require_width(codes, TILE)
     return (codes.float() * scale).to(dtype)
 
@@ -53,11 +54,11 @@ def rounded_rows(x: torch.Tensor, power_of_two: bool, dtype: torch.dtype) -> tor
 
 @kernel
 def _tile_rounded(tiles, power_of_two, dtype):
-    """-> values, scale: a result that is returned is computed once, not again for every element that uses it."""
+    """-> values and what they were made with: what is returned is computed once, not again for every element."""
     _require_width(tiles, TILE)
-    wide = tiles.float()
-    scale = scale_of(wide.abs().amax(-1, keepdim=True), power_of_two)
-    return (to_e4m3(wide, scale).float() * scale).to(dtype), scale
+    scale = scale_of(tiles.float().abs().amax(-1, keepdim=True), power_of_two)
+    inverse = 1 / scale
+    return rounded_e4m3(tiles, scale, inverse if power_of_two else None).to(dtype), scale, inverse
 
 
 def split_rows(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -119,8 +120,9 @@ def rounded_columns(
 @kernel
 def _column_rounded(x, first, end, tile_of_row, power_of_two):
     scale = scale_of(column_amax(x, first, end), power_of_two)
-    of_row = scale[tile_of_row]
-    return to_e4m3(x.float(), of_row).float() * of_row, scale  # both returned: see _tile_rounded
+    inverse = 1 / scale
+    values = rounded_e4m3(x, scale[tile_of_row], inverse[tile_of_row] if power_of_two else None)
+    return values, scale, inverse  # see _tile_rounded
 
 
 def column_amax(x: torch.Tensor, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Emulated(GemmBackend):
         return self.quantize_columns(self.dequantize_rows(x, self.exact), offsets)
 
     def e5m6_to_columns(self, packed: torch.Tensor, scale: torch.Tensor, cols: int) -> Scaled:
-        return self.quantize_columns(e5m6.e5m6_in_columns(packed, scale, cols), None)
+        return self.quantize_columns(e5m6.e5m6_in_columns(packed, scale, cols, self.exact), None)
 
     def quantize_weight(self, weight: torch.Tensor) -> tuple[Scaled, Scaled]:
         values = fp8_blocks.rounded_blocks(weight, self.power_of_two, self.exact)

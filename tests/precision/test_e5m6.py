@@ -71,6 +71,13 @@ def test_values_within_the_normal_range_are_off_by_half_a_step_at_most(shape):
     assert torch.equal(dequantize_e5m6(packed, scale, shape[1], torch.bfloat16).double(), back)  # exact in BF16
 
 
+def test_bf16_numbers_are_rounded_as_any_others_are():
+    """Every BF16 number up to the largest of E5M6: FP32 holds the sum that rounds it."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = values[values.abs() <= 65024]
+    assert len(values) > 36000 and torch.equal(encode(values), encode(rounded(values, short=True)))
+
+
 def test_zeros_nan_and_infinity():
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     x[0], x[1, 5], x[2, 200] = 0, torch.nan, -torch.inf

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from dstrain.precision.fp8_scales import E4M3_MAX, E5M6_MAX, FP8, scale_of
+from dstrain.precision.fp8_scales import E4M3_MAX, E5M6_MAX, FP8, rounded_e4m3, scale_of
 from dstrain.precision.fp8_tiles import (
     column_tiles, dequantize_columns, dequantize_rows, quantize_columns, quantize_rows, requantize_columns,
 )
@@ -148,6 +148,31 @@ def test_the_exponent_is_exact_at_the_border_of_each_format():
             amax = torch.tensor([border, math.nextafter(border, math.inf)], dtype=torch.float64)
             amax = torch.stack((amax[0].float(), torch.nextafter(amax[0].float(), torch.tensor(torch.inf))))
             assert scale_of(amax, True, largest).tolist() == [2.0**exponent, 2.0 ** (exponent + 1)]
+
+
+@pytest.mark.parametrize("exponent", [-126, -40, 0, 7, 119])
+def test_every_bf16_number_is_rounded_to_the_nearest_e4m3_number(exponent):
+    """Without a cast, under a power of two; `nearest_even` decides."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    scale = torch.tensor(2.0**exponent)
+    values = values[values.double().abs() <= 448 * scale.double()]
+    assert len(values) > 2 * 128 * 8  # of each sign, E4M3's normal numbers and more
+    found = rounded_e4m3(values, scale, 1 / scale)
+    wide = values.double() / scale.double()
+    assert torch.equal(found.double(), wide.sign() * nearest_even(wide.abs()) * scale.double())
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-100])
+def test_fp32_numbers_beside_e4m3_numbers_and_their_middles_go_to_the_nearest(scale):
+    """Values over a scale that is no power of two: FP32's quotient is what is rounded."""
+    codes = e4m3_values()
+    values = torch.cat((codes, (codes[1:] + codes[:-1]) / 2)).float()
+    near = [torch.nextafter(values, torch.tensor(towards)) for towards in (0.0, math.inf)]
+    values = torch.cat((values, *near)) * torch.tensor(scale)
+    values = torch.cat((values, -values))
+    wide = (values / torch.tensor(scale)).double()
+    right = (wide.sign() * nearest_even(wide.abs().clamp_max(448.0))).float() * torch.tensor(scale)
+    assert torch.equal(rounded_e4m3(values, torch.tensor(scale), None), right)
 
 
 def test_requantising_is_quantising_what_the_rows_stand_for():

@@ -94,7 +94,7 @@ class LocalDispatch:
         return Done(sum_rows(rows, self.row_of_slot))
 
     def combine_backward(self, grad: torch.Tensor) -> Done:
-        return Done(grad[self.token_of_row])
+        return Done(grad.index_select(0, self.token_of_row))
 
     def dispatch_backward(self, grad_rows: torch.Tensor, grad_row_weights: torch.Tensor) -> Done:
         grad_topk_weights = grad_row_weights[self.row_of_slot].masked_fill(self.dropped, 0)

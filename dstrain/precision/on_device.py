@@ -7,9 +7,10 @@ the kernels make, as shapes.
 
 import torch
 
-from dstrain.precision import fp8_tiles
+from dstrain.precision import fp8_tiles, pointwise
 from dstrain.precision.fp8_scales import FP8, TILE
 from dstrain.precision.stand_in import on_cuda
+from dstrain.precision.widen import at_least_fp32
 
 SUM_ELEMENTS = 1 << 26  # gathered elements at once while the rows of tokens are summed
 
@@ -52,8 +53,20 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         from dstrain.precision.kernels import permute
 
         return permute.unpermute(rows, places)
+    if pointwise.compiled:
+        return _sum_of_rows(rows, places)
     step = max(SUM_ELEMENTS // max(places.shape[1] * rows.shape[1], 1), 1)
     parts = [
         rows.index_select(0, part.flatten()).view(*part.shape, rows.shape[1]).sum(dim=1) for part in places.split(step)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@pointwise.kernel
+def _sum_of_rows(rows, places):
+    """One pass over memory where it is compiled."""
+    first, *rest = places.unbind(1)
+    total = at_least_fp32(rows[first])
+    for place in rest:
+        total = total + rows[place]
+    return total.to(rows.dtype)

@@ -55,8 +55,9 @@ class ParameterState:
 
 
 @kernel
-def adamw_update(master, main_grad, exp_avg, exp_avg_sq, scalars):
-    """In place, one range of a flattened parameter; the gradient is zero afterwards. scalars: see `AdamW.step`."""
+def adamw_update(weight, master, main_grad, exp_avg, exp_avg_sq, scalars):
+    """In place, one range of a flattened parameter; the gradient is zero afterwards. weight: the master's copy in the
+    compute type, None where it is the master itself. scalars: see `AdamW.step`."""
     scale, keep1, beta2, keep2, shrink, step_size, correction2, eps = scalars.unbind()
     grad = main_grad * scale
     first = exp_avg.to(grad.dtype)
@@ -64,7 +65,10 @@ def adamw_update(master, main_grad, exp_avg, exp_avg_sq, scalars):
     second = exp_avg_sq.to(grad.dtype) * beta2 + grad * grad * keep2
     exp_avg.copy_(first)
     exp_avg_sq.copy_(second)
-    master.copy_(master * shrink - first * step_size / ((second / correction2).sqrt() + eps))
+    updated = master * shrink - first * step_size / ((second / correction2).sqrt() + eps)
+    master.copy_(updated)
+    if weight is not None:
+        weight.copy_(updated)
     main_grad.zero_()
 
 
@@ -156,9 +160,7 @@ class AdamW:
         flats = (state.weight, state.master, state.grad, state.exp_avg, state.exp_avg_sq)
         size = state.weight.numel() if pointwise.compiled else CHUNK[kind(state.weight.device)]
         for weight, master, *rest in zip(*(flat.split(size) for flat in flats)):
-            adamw_update(master, *rest, scalars)
-            if state.has_master:
-                weight.copy_(master)
+            adamw_update(weight if state.has_master else None, master, *rest, scalars)
 
     def zero_grad(self) -> None:
         """Throw the step's gradients away, of a step that is skipped."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import compiled_kernels
 
 from dstrain.parallel.payload import FP8Payload
 from dstrain.precision import on_device
@@ -69,3 +70,5 @@ def test_sums_of_a_tokens_rows_are_float64s_rounded_once(dtype):
     sums = on_device.sum_rows(rows, places)
     assert sums.dtype == dtype
     torch.testing.assert_close(sums.double(), exact, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+    with compiled_kernels():
+        assert torch.equal(on_device.sum_rows(rows, places), sums)

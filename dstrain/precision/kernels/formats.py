@@ -51,7 +51,7 @@ def to_e4m3(x, scale, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def e5m6_encode(x):
-    """`e5m6.encode`: FP32, magnitudes up to 65024 or NaN -> codes int32 [0, 4096); a NaN's code is 0."""
+    """FP32, magnitudes up to 65024 or NaN -> E5M6 codes int32 [0, 4096), to nearest even; a NaN's code is 0."""
     bits = x.to(tl.int32, bitcast=True)
     positive = bits & 0x7FFFFFFF
     normal = ((positive + 0xFFFF + ((positive >> 17) & 1)) >> 17) - ((127 - 15) << 6)
@@ -63,7 +63,7 @@ def e5m6_encode(x):
 
 @triton.jit
 def e5m6_decode(code):
-    """`e5m6.decode`: a code is the upper 12 bits of an FP16 number. -> FP32, exact."""
+    """A code is the upper 12 bits of an FP16 number. -> FP32, exact."""
     return (code << 4).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 

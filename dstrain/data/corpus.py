@@ -92,15 +92,13 @@ def cached_corpus(config: DataConfig, fingerprint: str) -> Corpus | None:
 
 def check_vocabulary(dataset: IndexedDataset, vocab_size: int, where: str) -> None:
     """InputError naming the first id outside 0 … vocab_size - 1; of very large files only the beginning is read."""
-    chunk, end = 1 << 20, min(dataset.num_tokens, len(dataset.tokens), CHECKED_TOKENS)
+    chunk, end = 1 << 20, min(dataset.num_tokens, dataset.size, CHECKED_TOKENS)
     for start in range(0, end, chunk):
-        # Read, not mapped: pages that were mapped count as memory of this process for good.
-        offset = start * dataset.tokens.itemsize
-        ids = np.fromfile(dataset.bin_path, dataset.tokens.dtype, min(chunk, end - start), offset=offset)
+        ids = dataset.ids(start, min(chunk, end - start))
         if ids.min() < 0 or ids.max() >= vocab_size:
-            position = start + int(np.argmax((ids < 0) | (ids >= vocab_size)))
+            place = int(np.argmax((ids < 0) | (ids >= vocab_size)))
             raise InputError(
-                f"{dataset.bin_path}: token id {int(dataset.tokens[position])} at token {position}, "
+                f"{dataset.bin_path}: token id {int(ids[place])} at token {start + place}, "
                 f"{where} has the ids 0 … {vocab_size - 1}"
             )
 
@@ -125,7 +123,7 @@ def _ready(config: DataConfig) -> Corpus:
         with open(dataset.idx_path, "rb") as file:
             while part := file.read(1 << 20):
                 seen.update(part)
-        seen.update(dataset.tokens[: 1 << 20].tobytes())
+        seen.update(dataset.ids(0, min(1 << 20, dataset.size)).tobytes())
     return Corpus(
         name=Path(config.train).name if config.sources is None else " + ".join(s.label for s in config.sources),
         fingerprint=seen.hexdigest(),

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import struct
+import weakref
 from array import array
 from pathlib import Path
 
@@ -33,9 +34,10 @@ def _file_size(path: Path) -> int:
 
 
 class IndexedDataset:
-    """Read-only, memory-mapped documents of token ids.
+    """Read-only documents of token ids; the index is memory-mapped, ids are read where they are wanted.
 
-    Opening checks header and sizes and raises InputError naming the file, what was found and what was expected.
+    (A mapped .bin would make the system read ahead at every document, megabytes on some disks, with Python's lock held;
+    and a file that is cut off meanwhile would end the process.) Opening checks header and sizes and raises InputError naming the file, what was found and what was expected.
     All positions are int64, so files beyond 4 GiB and 2^31 tokens work. Of a set whose documents are single sequences
     no array as long as the index is made: there may be hundreds of millions of documents.
     """
@@ -58,12 +60,13 @@ class IndexedDataset:
         self._document_lengths = self._lengths if single else self._sums_of_documents()
         self.num_documents = entries - 1
         self.num_tokens = self._starts.total
-        self._itemsize = np.dtype(dtype).itemsize
-        # The whole .bin.
-        self.tokens = np.asarray(np.memmap(self.bin_path, dtype, "r")) if bin_size else np.zeros(0, dtype)
+        self.dtype = np.dtype(dtype)
+        self.size = bin_size // self.dtype.itemsize  # ids in the .bin
+        self._bin = os.open(self.bin_path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._bin)
 
     def __reduce__(self):
-        # A worker process maps the files again: pickling a memory map would copy it whole.
+        # A worker process opens the files again: pickling a memory map would copy it whole.
         return IndexedDataset, (self.prefix,)
 
     def _read_header(self, idx_size: int) -> tuple[type, int, int]:
@@ -163,10 +166,25 @@ class IndexedDataset:
         done = 0
         while done < length:
             take = min(length - done, int(self._lengths[sequence]) - inside)
-            first = int(self._pointers[sequence]) // self._itemsize + inside
-            out[done : done + take] = self.tokens[first : first + take]
+            first = int(self._pointers[sequence]) // self.dtype.itemsize + inside
+            out[done : done + take] = self.ids(first, take)
             done, sequence, inside = done + take, sequence + 1, 0
         return out
+
+    def ids(self, first: int, count: int) -> np.ndarray:
+        """`count` ids of the .bin from its id `first` on, whatever document they are of; of type `dtype`.
+
+        InputError if the file has become shorter since it was opened.
+        """
+        found = np.empty(count, self.dtype)
+        rest, position = memoryview(found).cast("B") if count else b"", first * self.dtype.itemsize
+        while rest:  # one call reads 2 GiB at most
+            read = os.preadv(self._bin, [rest], position)
+            if read == 0:
+                raise InputError(f"{self.bin_path}: ends at byte {position}, expected {self.size * self.dtype.itemsize} "
+                                 "bytes as when it was opened: token files must not change while they are read")
+            rest, position = rest[read:], position + read
+        return found
 
 
 class IndexedWriter:
@@ -199,8 +217,8 @@ class IndexedWriter:
     def append(self, prefix: str | Path) -> None:
         """Append all documents of files that such a writer made."""
         data = IndexedDataset(prefix)
-        if data.tokens.dtype != np.dtype("<i4"):
-            raise InputError(f"{data.idx_path}: {data.tokens.dtype} ids, int32 can be appended")
+        if data.dtype != np.dtype("<i4"):
+            raise InputError(f"{data.idx_path}: {data.dtype} ids, int32 can be appended")
         with open(data.bin_path, "rb") as file:
             shutil.copyfileobj(file, self._bin, 1 << 24)
         lengths, index = data.sequences()

@@ -58,7 +58,8 @@ def test_the_counts_are_those_of_the_files(built):
     assert corpus.train_bytes + corpus.heldout_bytes == sizes
     # The bytes that the ids stand for are the bytes of the texts.
     counts = Tokenizer.load(corpus.tokenizer).token_bytes()
-    assert counts[heldout.tokens].sum() == corpus.heldout_bytes and counts[train.tokens].sum() == corpus.train_bytes
+    for dataset, size in ((train, corpus.train_bytes), (heldout, corpus.heldout_bytes)):
+        assert counts[dataset.ids(0, dataset.size)].sum() == size
 
 
 def test_compression_is_that_of_gzip_and_xz_on_the_concatenated_heldout_texts(built):

@@ -1,5 +1,6 @@
 """Token files: the format against a second implementation, large ids and files, damaged files."""
 
+import os
 import pickle
 import struct
 
@@ -201,3 +202,24 @@ def test_a_pickled_dataset_carries_no_tokens(tmp_path):
     packed = pickle.dumps(data)
     assert len(packed) < 1000
     assert pickle.loads(packed).read(0, 99_990, 3).tolist() == [99_990, 99_991, 99_992]
+
+
+def test_only_the_wanted_ids_are_read_in_as_many_calls_as_it_takes(tmp_path, monkeypatch):
+    """A system reads some 2 GiB in one call; this one seven bytes."""
+    data, plain, asked = IndexedDataset(write(tmp_path / "a", [list(range(1000))])), os.preadv, []
+
+    def preadv(file, buffers, position):
+        asked.append((position, len(buffers[0])))
+        return plain(file, [buffers[0][:7]], position)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert data.read(0, 500, 20).tolist() == list(range(500, 520))
+    assert asked == [(2000 + 7 * i, 80 - 7 * i) for i in range(12)]
+
+
+def test_a_file_that_is_cut_off_meanwhile_is_named(tmp_path):
+    data = IndexedDataset(write(tmp_path / "a", [list(range(1000))]))
+    os.truncate(tmp_path / "a.bin", 2400)
+    assert data.read(0, 590, 10).tolist() == list(range(590, 600))
+    with pytest.raises(InputError, match=r"a\.bin: ends at byte 2400, expected 4000 bytes as when it was opened"):
+        data.read(0, 590, 11)

@@ -24,6 +24,7 @@ from dstrain.model.graph import Graph
 from dstrain.model.router import Routing
 from dstrain.precision.fp8_gemm import GemmBackend
 from dstrain.precision.pointwise import RMSNorm
+from dstrain.precision.policy import at_least_fp32
 
 
 T = TypeVar("T", covariant=True)
@@ -99,9 +100,10 @@ class Block(nn.Module):
 
         hidden [B, L, hidden] -> the next hidden state. The model is frozen and holds every expert.
         """
-        residual, x, _ = self.attend(hidden, context, cache)
+        residual = hidden + self.self_attn(hidden, self.input_layernorm, context, cache)
+        x = self.post_attention_layernorm(at_least_fp32(residual))  # in FP32, see `few_ffn`
         if not self.is_moe:
-            return residual + self.mlp(x)
+            return residual + self.mlp(x.to(hidden.dtype))
         routing: Routing = self.mlp.gate(x, count=False, balance=False)
         return residual + self.mlp.of_few(x, routing.topk_ids, routing.topk_weights)
 

@@ -65,10 +65,11 @@ class MoE(nn.Module):
         self.shared_experts = MLP(config.hidden_size, shared, dtype, fp8) if shared else None
 
     def of_few(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """The whole layer for a few tokens of a frozen model, to be compiled: x [B, L, hidden] -> [B, L, hidden].
+        """The whole layer for a few tokens of a frozen model, to be compiled.
 
-        topk_ids and topk_weights [B·L, k]. Every expert must be held here.
+        x [B, L, hidden] in at least FP32, topk_ids and topk_weights [B·L, k] -> [B, L, hidden] of the weights' type.
+        Every expert must be held here.
         """
         weights = self.experts.gate_proj.joined, self.experts.down_proj.weight
         routed = few_ffn(x.flatten(0, 1), topk_ids, topk_weights, *weights).view_as(x)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x.to(routed.dtype))

@@ -5,11 +5,11 @@ import torch
 from oracle import oracle, tiny_config
 from small_models import GRID, build
 
-from dstrain.inference.decoder import Decoder
+from dstrain.inference.decoder import CachedBlocks, Decoder
 from dstrain.model.model import Few
 from dstrain.parallel.dispatch import LocalDispatcher
 from dstrain.precision import gemm
-from dstrain.precision.few import few_linear
+from dstrain.precision.few import few_ffn, few_linear, weight_first
 
 
 def full_logits(config, weights, tokens):
@@ -125,6 +125,23 @@ def test_a_block_as_one_function_computes_what_its_phases_do(case):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2**-5)])
+def test_a_block_as_one_function_rounds_as_its_phases_do(dtype, tolerance):
+    """A dense block and one with experts, whose FFN's input is wide in the function."""
+    config = tiny_config()
+    model = build(config, dtype)[0].freeze()
+    few = Few(model, lambda function: function)
+    for block in model.blocks:
+        hidden = torch.randn(3, 2, config.hidden_size, generator=torch.Generator().manual_seed(11)).to(dtype)
+        stack = CachedBlocks(model, [block], LocalDispatcher(), 3, 8)
+        outs = []
+        for way in (None, few):
+            model.few = way
+            outs.append(stack.run(hidden, torch.zeros(3, dtype=torch.int64)))
+        assert outs[1].dtype == dtype
+        torch.testing.assert_close(*outs, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 def test_compiled_blocks_compute_what_the_phases_do(dtype, tolerance):
@@ -142,6 +159,36 @@ def test_products_of_few_rows_as_loops_are_the_products():
     # (1 + 2⁻⁷)² - (1 + 2⁻⁶) = 2⁻¹⁴; with products rounded to BF16 nothing would be left.
     x, weight = torch.tensor([[1 + 2**-7, 1.0]]).bfloat16(), torch.tensor([[1 + 2**-7, -1 - 2**-6]]).bfloat16()
     assert few_linear(x, weight).tolist() == [[2**-14]] and few_linear(x, weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
+def test_experts_of_a_few_tokens_are_their_ffns_in_float64(dtype, tolerance):
+    """Five tokens of three choices; an expert is chosen by several, and one by none."""
+    generator = torch.Generator().manual_seed(9)
+    gate_up, down = (torch.randn(4, *shape, generator=generator).to(dtype) for shape in ((2 * 6, 16), (16, 6)))
+    weights = torch.rand(5, 3, generator=generator)
+    ids = torch.tensor([[0, 1, 3], [3, 0, 1], [1, 3, 0], [0, 3, 1], [3, 1, 0]])
+    x = torch.randn(5, 16, generator=generator).to(dtype).to(torch.promote_types(dtype, torch.float32))
+    expected = torch.zeros(5, 16, dtype=torch.float64)
+    for token, choices in enumerate(ids.tolist()):
+        for choice, expert in enumerate(choices):
+            gate, up = (gate_up[expert].double() @ x[token].double()).view(2, 6)
+            inner = torch.nn.functional.silu(gate) * up * weights[token, choice].double()
+            expected[token] += down[expert].double() @ inner
+    out = few_ffn(x, ids, weights.to(x.dtype), gate_up, down)
+    assert out.dtype == dtype
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_bf16_products_with_the_weight_first_are_those_in_float64(rows):
+    generator = torch.Generator().manual_seed(10)
+    x, weight = (torch.randn(n, 1, 40, generator=generator).bfloat16() for n in (rows, 24))
+    expected = x.double() @ weight[:, 0].double().t()
+    out = weight_first(x, weight[:, 0])
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2**-8)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])

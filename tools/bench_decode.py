@@ -7,9 +7,10 @@
 
 Every contestant is a process of its own with the weights of one checkpoint, transformers with those of its export, in its
 fastest setting. Each round all of them continue the same prompts greedily, one after the other: figures are medians of the
-rounds, and what compares two of them is the median of its ratios in each round. Prompts are random tokens, or with `checkpoint` pieces of held-out documents, evenly spread over the
-run's own corpus or the token files `heldout`. A step is one pass of the main model; with drafts it gives 1 + a tokens and
-takes c times as long, so that (1 + a) / c is to be expected; what is measured is tokens per second.
+rounds, and what compares two of them is the median of its ratios in each round. Prompts are random tokens, or with
+`checkpoint` pieces of held-out documents, evenly spread over the run's own corpus or the token files `heldout`. A step is
+one pass of the main model; with drafts it gives 1 + a tokens and takes c times as long, so that (1 + a) / c is to be
+expected; what is measured is tokens per second.
 """
 
 import bisect

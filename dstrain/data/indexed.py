@@ -36,8 +36,9 @@ def _file_size(path: Path) -> int:
 class IndexedDataset:
     """Read-only documents of token ids; the index is memory-mapped, ids are read where they are wanted.
 
-    (A mapped .bin would make the system read ahead at every document, megabytes on some disks, with Python's lock held;
-    and a file that is cut off meanwhile would end the process.) Opening checks header and sizes and raises InputError naming the file, what was found and what was expected.
+    Opening checks header and sizes and raises InputError naming the file, what was found and what was expected. The .bin
+    is not mapped: the system would read ahead at every document, megabytes on some disks, with Python's lock held, and a
+    file that is cut off meanwhile would end the process.
     All positions are int64, so files beyond 4 GiB and 2^31 tokens work. Of a set whose documents are single sequences
     no array as long as the index is made: there may be hundreds of millions of documents.
     """

@@ -1,6 +1,7 @@
 """How the ranks of a save tell each other that their parts are written: small files beside the tensors.
 
-    TEMPORARY/parts/3.json    of rank 3: the checksums of its files, or why it failed
+    TEMPORARY/parts/3.json          of rank 3: the checksums of its files
+    TEMPORARY/parts/3.failed WHY    an empty file: they will not come. On a full disk there is no room for more
 
 They are gone from a complete checkpoint. The writing threads use these and no collectives: training needs those.
 """
@@ -11,10 +12,13 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from dstrain.checkpoint.files import TENSORS, Sums, write_file
 
 PARTS = "parts"
+FAILED = "failed "
+LONGEST = 200  # bytes of a reason, as it stands in a file's name
 POLL = 0.02, 1.0  # seconds between two looks: the first, and the longest
 
 
@@ -27,16 +31,27 @@ def make(folder: Path, ranks: int) -> None:
 
 
 def report(folder: Path, rank: int, sums: Sums) -> None:
-    """This rank's files are on the disk."""
-    _write(folder, rank, {"files": sums})
+    """This rank's files are on the disk.
+
+    Whole or not at all: by a rename. Nothing may follow it: the first rank may delete the folder at once. So the folder is
+    not synced: a message is for processes that live, a crash ends the whole save.
+    """
+    new = folder / PARTS / f".{rank}"
+    write_file(new, json.dumps(sums).encode())
+    os.rename(new, folder / PARTS / f"{rank}.json")
 
 
-def report_failure(folder: Path, rank: int, why: str) -> None:
-    """This rank's files will not come. On a broken disk this may fail too; then the first rank's wait ends."""
-    try:
-        _write(folder, rank, {"error": why})
-    except OSError:
-        pass
+def report_failure(folder: Path, rank: int, why: str, timeout: float) -> None:
+    """This rank's files will not come. Tried until it is said, the first rank is done, or `timeout` seconds are over."""
+    while len(reason := quote(why, safe=" ")) > LONGEST:
+        why = why[:-1]
+    for _ in _looks(timeout):
+        try:
+            (folder / PARTS / f"{rank}.{FAILED}{reason}").touch()
+            return
+        except OSError:
+            if not folder.exists():
+                return
 
 
 def collect(folder: Path, ranks: Iterable[int], timeout: float) -> Sums:
@@ -48,13 +63,13 @@ def collect(folder: Path, ranks: Iterable[int], timeout: float) -> Sums:
     if not missing:
         return sums
     for _ in _looks(timeout):
-        present = set(os.listdir(folder / PARTS))  # of a listing other machines' new files are seen soonest
-        for rank in sorted(rank for rank in missing if f"{rank}.json" in present):
-            part = json.loads((folder / PARTS / f"{rank}.json").read_bytes())
-            if "error" in part:
-                raise RuntimeError(f"rank {rank}: {part['error']}")
-            sums |= part["files"]
-            missing.discard(rank)
+        for name in sorted(os.listdir(folder / PARTS)):  # of a listing other machines' new files are seen soonest
+            rank, _, what = name.partition(".")
+            if what.startswith(FAILED):
+                raise RuntimeError(f"rank {rank}: {unquote(what.removeprefix(FAILED))}")
+            if what == "json" and int(rank) in missing:
+                sums |= json.loads((folder / PARTS / name).read_bytes())
+                missing.discard(int(rank))
         if not missing:
             shutil.rmtree(folder / PARTS)
             return sums
@@ -80,12 +95,3 @@ def _looks(timeout: float):
         time.sleep(min(pause, max(end - time.monotonic(), 0.0)))
         pause = min(2 * pause, POLL[1])
 
-
-def _write(folder: Path, rank: int, content: dict) -> None:
-    """Whole or not at all: by a rename. Nothing may follow it: the first rank may delete the folder at once.
-
-    So the folder is not synced: a message is for processes that live, a crash ends the whole save.
-    """
-    new = folder / PARTS / f".{rank}"
-    write_file(new, json.dumps(content).encode())
-    os.rename(new, folder / PARTS / f"{rank}.json")

@@ -190,7 +190,7 @@ class CheckpointStore:
             try:
                 parts.report(folder, rank, write_tensors(folder, tensors, rank))
             except Exception as error:
-                parts.report_failure(folder, rank, f"{type(error).__name__}: {error}")
+                parts.report_failure(folder, rank, f"{type(error).__name__}: {error}", 2 * self.timeout)
                 raise
             parts.wait_for_first(folder, 2 * self.timeout)  # the first may wait that long for another, and then writes
         except Exception as error:

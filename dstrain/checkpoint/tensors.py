@@ -66,14 +66,16 @@ def write_tensors(folder: Path, tensors: Tensors, rank: int = 0) -> Sums:
     """Writes CPU tensors of any shape and dtype as safetensors files into `folder/tensors`, and syncs the files.
 
     Each rank writes its own files, under names that no other rank uses, several at once. -> their checksums, taken from
-    memory on the way to the disk, by their names relative to `folder`.
+    memory on the way to the disk, by their names relative to `folder`. After an error none of this rank's is left: it may
+    have been that the disk is full.
     """
     (folder / TENSORS).mkdir(exist_ok=True)
+    begin = f"{TENSORS}/shard-{rank + 1:05}-"  # as DCP calls them
     files = _files({name: as_piece(part) for name, part in tensors.items()})
 
     def write(numbered: tuple[int, dict[str, Piece]]) -> tuple[str, dict]:
         number, pieces = numbered
-        name = f"{TENSORS}/shard-{rank + 1:05}-model-{number:05}-of-{len(files):05}.safetensors"  # as DCP calls them
+        name = f"{begin}model-{number:05}-of-{len(files):05}.safetensors"
         offsets = {key: {"saved_offsets": list(piece.offset)} for key, piece in pieces.items()}
         kinds = {key: (tuple(piece.tensor.shape), piece.tensor.dtype) for key, piece in pieces.items()}
         state = new_digest()
@@ -82,7 +84,12 @@ def write_tensors(folder: Path, tensors: Tensors, rank: int = 0) -> Sums:
                 writer.write(key, pieces[key].tensor)
         return name, sums_entry(writer.size, state)
 
-    return dict(in_threads(write, enumerate(files, start=1), WRITERS))
+    try:
+        return dict(in_threads(write, enumerate(files, start=1), WRITERS))
+    except BaseException:
+        for path in folder.glob(f"{begin}*"):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def tensor_names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

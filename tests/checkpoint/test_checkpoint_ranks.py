@@ -13,7 +13,8 @@ from ranks import RankFailure, spawn
 from dstrain.checkpoint import CheckpointStore, load_tensors, parts, tensor_names
 from dstrain.checkpoint import store as store_module
 from dstrain.checkpoint.reader import CheckpointReader
-from dstrain.checkpoint.tensors import Piece
+from dstrain.checkpoint.safetensors_file import SafetensorsWriter
+from dstrain.checkpoint.tensors import Piece, write_tensors
 from dstrain.parallel.mesh import Mesh
 
 EXPERTS = torch.arange(4.0)[:, None, None].expand(4, 2, 3)  # expert i is filled with i
@@ -186,3 +187,45 @@ def test_a_part_counts_as_written_even_if_the_first_rank_clears_up_at_once(tmp_p
     monkeypatch.setattr(os, "rename", rename_and_collect)
     parts.report(folder, 1, {"tensors/a": "sum"})
     assert heard == [{"tensors/a": "sum"}] and not (folder / parts.PARTS).exists()
+
+
+def test_a_failure_is_heard_on_a_disk_that_takes_no_byte(tmp_path, monkeypatch):
+    """A new name may not fit at first either: it is tried again."""
+    folder, touch, tried = tmp_path / "save", Path.touch, []
+    parts.make(folder, ranks=3)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    def touch_later(path):
+        tried.append(path)
+        touch(path) if len(tried) == 3 else full()
+
+    monkeypatch.setattr(parts, "write_file", full)
+    monkeypatch.setattr(Path, "touch", touch_later)
+    why = "OSError: [Errno 28] No space left on device: '/one/ö%two'"
+    parts.report_failure(folder, 2, why, timeout=20)
+    with pytest.raises(RuntimeError) as caught:
+        parts.collect(folder, [1, 2], timeout=20)
+    assert str(caught.value) == f"rank 2: {why}" and len(tried) == 3
+
+    monkeypatch.setattr(Path, "touch", touch)
+    parts.report_failure(folder, 1, 300 * "ö", timeout=20)
+    with pytest.raises(RuntimeError, match=r"^rank 1: ö{30,}$"):
+        parts.collect(folder, [1], timeout=20)
+    parts.report_failure(tmp_path / "gone", 1, why, timeout=3600)  # nobody waits any more
+
+
+def test_a_rank_that_cannot_write_its_tensors_leaves_their_room_to_the_others(tmp_path, monkeypatch):
+    parts.make(tmp_path / "save", ranks=2)
+    tensors = tmp_path / "save" / "tensors"
+    written = write_tensors(tmp_path / "save", {"a": torch.ones(3)}, 0)
+
+    def write(writer, name, tensor):
+        assert len(list(tensors.iterdir())) == 2
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SafetensorsWriter, "write", write)
+    with pytest.raises(OSError, match="No space left"):
+        write_tensors(tmp_path / "save", {"b": torch.ones(3)}, 1)
+    assert [f"tensors/{path.name}" for path in tensors.iterdir()] == list(written)

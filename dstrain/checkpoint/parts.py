@@ -94,4 +94,3 @@ def _looks(timeout: float):
             return
         time.sleep(min(pause, max(end - time.monotonic(), 0.0)))
         pause = min(2 * pause, POLL[1])
-
